@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that a server is given, compared with the model: vLLM takes those of another model without a word."""
+"""Compare the adapters (LoRA) of a server with the model: vLLM 0.32 accepts those of another model without an error."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pyprune.runtime.files import parse_json
 FILE = "adapter_model.safetensors"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-"""Name of an adapter's factor in PEFT's files -> the module, and A [rank, inputs] or B [outputs, rank]."""
+"""Name of an adapter's factor in PEFT's files: the module, and A [rank, inputs] or B [outputs, rank]."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def adapter_folders(modules: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Name and folder of each adapter that lies here.
+    """Yield name and folder of each local adapter.
 
     Args:
         modules: values of ``--lora-modules``: name=path, or a JSON object with both.
@@ -32,8 +32,8 @@ def adapter_folders(modules: Iterable[str]) -> Iterator[tuple[str, Path]]:
             yield name, Path(path)
 
 
-def why_not_of_this_model(model: Path, modules: Iterable[str]) -> str:
-    """Why an adapter was trained on another model than the one that it is for; empty where none was.
+def foreign_adapter(model: Path, modules: Iterable[str]) -> str | None:
+    """Explain why an adapter was trained on another model than this one; None where none was.
 
     Args:
         model: folder of the checkpoint that is served.
@@ -44,34 +44,34 @@ def why_not_of_this_model(model: Path, modules: Iterable[str]) -> str:
     """
     from pyprune.checkpoint.shards import TensorFiles, has_safetensors, read_header
 
-    given = list(adapter_folders(modules))
-    if not given or not has_safetensors(model):
-        return ""
+    adapters = list(adapter_folders(modules))
+    if not adapters or not has_safetensors(model):
+        return None
     files = TensorFiles(model)
     weights = {name: files.shape(name) for name in files.names()}
-    for name, folder in given:
+    for name, folder in adapters:
         adapter = {place.entry.name: place.entry.shape for place in read_header(folder / FILE)}
         if reason := _difference(adapter, weights):
             return (
                 f"the adapter {name} in {folder} was trained on another model: {reason}. Train it on this checkpoint."
             )
-    return ""
+    return None
 
 
-def _difference(adapter: Shapes, weights: Shapes) -> str:
-    reached, there = _layers(adapter), _layers(weights)
-    if reached > there:
-        return f"it has layers up to number {reached - 1}, and this model has {there}, numbered from 0"
+def _difference(adapter: Shapes, weights: Shapes) -> str | None:
+    layers, model_layers = _count_layers(adapter), _count_layers(weights)
+    if layers > model_layers:
+        return f"it has layers up to number {layers - 1}, and this model has {model_layers}, numbered from 0"
     for name, shape in adapter.items():
-        found = _FACTOR.fullmatch(name)
-        weight = weights.get(f"{found[1]}.weight") if found else None
-        if found is None or weight is None or len(shape) != 2 or len(weight) != 2:
+        factor = _FACTOR.fullmatch(name)
+        weight = weights.get(f"{factor[1]}.weight") if factor else None
+        if factor is None or weight is None or len(shape) != 2 or len(weight) != 2:
             continue
-        own, wanted, what = (shape[1], weight[1], "reads") if found[2] == "A" else (shape[0], weight[0], "writes")
-        if own != wanted:
-            return f"{found[1]} {what} {own} channels in it and {wanted} here"
-    return ""
+        dim, verb = (1, "reads") if factor[2] == "A" else (0, "writes")
+        if shape[dim] != weight[dim]:
+            return f"{factor[1]} {verb} {shape[dim]} channels in it and {weight[dim]} here"
+    return None
 
 
-def _layers(names: Iterable[str]) -> int:
-    return max((int(found[1]) + 1 for found in map(_LAYER.search, names) if found), default=0)
+def _count_layers(names: Iterable[str]) -> int:
+    return max((int(layer[1]) + 1 for layer in map(_LAYER.search, names) if layer), default=0)

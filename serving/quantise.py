@@ -277,11 +277,11 @@ def check_quantising_installed() -> None:
         raise MissingDependencyError("compressed-tensors", "vllm", "Writing quantised weights")
 
 
-def why_not_quantised(plan: PrunePlan, name: str) -> str:
-    """Why a scheme does not take the widths of a plan; empty where it does. :func:`choose_quantisation` has the rule.
+def quantising_obstacle(plan: PrunePlan, name: str) -> str | None:
+    """Explain why a scheme does not take the widths of a plan; None where it does. See :func:`choose_quantisation`.
 
     Args:
-        plan: what stays of a dense model.
+        plan: of a dense model.
         name: a key of :data:`SCHEMES`.
     """
     scheme, head_dim = SCHEMES[name], plan.dense.head_dim
@@ -291,7 +291,7 @@ def why_not_quantised(plan: PrunePlan, name: str) -> str:
         for what, size, multiple in (*widths, ("key and value", len(layer.kv_heads) * head_dim, scheme.writes)):
             if size % multiple:
                 return f"Layer {index} has {size} {what} channels; {name} needs a multiple of {multiple}."
-    return ""
+    return None
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
@@ -325,15 +325,12 @@ def _axes(model: PreTrainedModel) -> Callable[[str], tuple[tuple[str, ...], ...]
 
 
 def _advice(axes: tuple[str, ...], multiple: int) -> str:
-    """What makes the widths of these axes legal."""
+    """Say how the widths of these axes become legal."""
     ways = {
         "ffn": f"Cut FFN widths in {multiple}s (--set score.ffn_multiple={multiple})",
         "hidden": f"Cut the hidden size in {multiple}s (--set hidden_multiple={multiple})",
     }
     heads = f"Keep numbers of heads whose channels together are a multiple of {multiple}"
-    known = dict.fromkeys(ways.get(axis, heads) for axis in axes)
-    return f"{', or: '.join(known)}; or choose another --quantise ({', '.join(_without_rules())} takes any width)."
-
-
-def _without_rules() -> list[str]:
-    return [name for name, scheme in SCHEMES.items() if scheme.reads == scheme.writes == 1]
+    advice = dict.fromkeys(ways.get(axis, heads) for axis in axes)
+    any_width = [name for name, scheme in SCHEMES.items() if scheme.reads == scheme.writes == 1]
+    return f"{', or: '.join(advice)}; or choose another --quantise ({', '.join(any_width)} takes any width)."

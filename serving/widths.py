@@ -1,4 +1,4 @@
-"""Widths of every layer of a checkpoint, read from config.json as plain data. No torch here."""
+"""Widths of every layer of a checkpoint, read from config.json as plain data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pyprune.plan import format_ranges
 LayerSizes = tuple[int, int, int]
 """Query heads, KV heads and FFN channels of a layer; 0 where the sub-block is skipped."""
 COLUMNS = ("query heads", "KV heads", "FFN channels")
-"""What :data:`LayerSizes` counts, in words."""
+"""Names of the columns of :data:`LayerSizes`."""
 HEAD_FIELDS = ("num_attention_heads", "num_key_value_heads")
 """The fields of config.json that hold the head counts, of the model or of a layer."""
 KV_BLOCK_TOKENS = 128
-"""Of a block of vLLM's key-value cache on a CPU; a sequence occupies whole blocks."""
+"""Tokens of a block of vLLM's key-value cache on a CPU; a sequence occupies whole blocks."""
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 """Environment variable by which vLLM divides layers among the ranks of pipeline parallelism, such as 14,9."""
 
 
 def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
-    """The widths of every layer, those that ``per_layer_config`` changes among them.
+    """Return the widths of every layer, with the changes of ``per_layer_config``.
 
     Args:
         config: config.json as plain data, of a dense or a pruned architecture.
 
     Returns:
-        One entry for each layer; nothing where the file does not name the sizes that every decoder has.
+        One entry for each layer; [] where the file lacks the sizes that every decoder has.
     """
     field = ffn_field(config)
     names = (*HEAD_FIELDS, field)
@@ -39,67 +39,69 @@ def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
     if not all(type(value) is int for value in (*usual.values(), layers)):
         return []
     # Transformers writes "00" and "01" where there are more than ten layers.
-    per_layer = {int(key): own for key, own in (config.get("per_layer_config") or {}).items() if str(key).isdecimal()}
-    found = []
+    per_layer = {
+        int(key): sizes for key, sizes in (config.get("per_layer_config") or {}).items() if str(key).isdecimal()
+    }
+    widths = []
     for index in range(int(layers or 0)):
-        own = per_layer.get(index, {})
-        q, kv, ffn = (int(own.get(name, usual[name])) for name in names)
-        skip = own.get("skip", ())
+        sizes = per_layer.get(index, {})
+        q, kv, ffn = (int(sizes.get(name, usual[name])) for name in names)
+        skip = sizes.get("skip", ())
         q, kv = (0, 0) if "attention" in skip else (q, kv)
-        found.append((q, kv, 0 if "mlp" in skip else ffn))
-    return found
+        widths.append((q, kv, 0 if "mlp" in skip else ffn))
+    return widths
 
 
 def ffn_field(config: Mapping[str, Any]) -> str:
-    """The field of config.json that holds the FFN width."""
+    """Return the field of config.json that holds the FFN width."""
     family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
     return family.intermediate_field if family else "intermediate_size"
 
 
 def size_fields() -> set[str]:
-    """The fields of ``per_layer_config`` that hold sizes, of all families."""
+    """Return the fields of ``per_layer_config`` that hold sizes, of all families."""
     return {*HEAD_FIELDS, *(family.intermediate_field for family in all_families().values())}
 
 
 def off_multiples(widths: Iterable[int], multiple: int, dense: int | None = None) -> dict[int, list[int]]:
-    """Widths that are no multiple of a number, with the layers that have them.
+    """Find the widths that are no multiple of a number, with the layers that have them.
 
     Args:
         widths: of every layer; 0 = skipped.
         multiple: what they should be a multiple of.
-        dense: a width that is as good as it gets, whatever it is a multiple of.
+        dense: a width that is always accepted.
 
     Returns:
         Width -> indices of its layers, in the order in which the widths come.
     """
-    found: dict[int, list[int]] = {}
+    layers: dict[int, list[int]] = {}
     for index, width in enumerate(widths):
         if width % multiple and width != dense:
-            found.setdefault(width, []).append(index)
-    return found
+            layers.setdefault(width, []).append(index)
+    return layers
 
 
 def named_layers(indices: list[int]) -> str:
-    """The layers of these indices for a message: "layer 3", "layers 0-2,7"."""
+    """Name layers in a message: "layer 3", "layers 0-2,7"."""
     return f"layer {indices[0]}" if len(indices) == 1 else f"layers {format_ranges(indices)}"
 
 
 BITS_OF_A_WORD = 32
-"""Of the numbers into which quantised weights are packed."""
+"""Bits of the numbers into which quantised weights are packed."""
 
 
-def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
-    """Why vLLM cannot share these layers among the ranks of tensor parallelism; empty where it can.
+def split_obstacle(widths: Sequence[LayerSizes], ranks: int) -> str | None:
+    """Explain why vLLM cannot share these layers among the ranks of tensor parallelism; None where it can.
 
-    Every rank gets as many query heads and FFN channels of a layer as every other one. KV heads are shared out too;
-    where a layer has fewer of them than there are ranks, several ranks hold the same one.
+    All ranks get equally many query heads and FFN channels of a layer. KV heads are divided too; where a layer has
+    fewer of them than there are ranks, several ranks hold the same one.
 
     Args:
         widths: of every layer.
         ranks: tensor parallel size; vLLM itself refuses one below 1.
     """
     if not widths or ranks < 2:
-        return ""
+        return None
     for column, what in enumerate(COLUMNS):
         sizes = [layer[column] for layer in widths]
         unfit = _unfit(widths, column, ranks)
@@ -116,23 +118,23 @@ def why_not_split(widths: Sequence[LayerSizes], ranks: int) -> str:
                 f"equally (allowed: {allowed}). Serve it with --tensor-parallel-size {fitting}, or prune to sizes that "
                 "divide."
             )
-    return ""
+    return None
 
 
-def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ranks: int) -> str:
-    """Why vLLM cannot share weights whose inputs are stored several together; empty where it can.
+def group_obstacle(widths: Sequence[LayerSizes], head_dim: int, group: int, ranks: int) -> str | None:
+    """Explain why vLLM cannot share weights whose inputs are stored in groups; None where it can.
 
-    The inputs of what leaves a block (of the heads together, of the FFN channels) are divided among the ranks, and each
-    needs whole groups of them.
+    The inputs of a block's output projection (all heads, or the FFN channels) are divided among the ranks, and each
+    rank needs whole groups of them.
 
     Args:
         widths: of every layer.
         head_dim: channels of a head.
-        group: of :func:`inputs_together`; 0 = each is stored by itself.
+        group: inputs of a group (:func:`inputs_together`); 0 = inputs are stored separately.
         ranks: tensor parallel size.
     """
     if ranks < 2 or group < 1:
-        return ""
+        return None
     for column, channels in ((0, head_dim), (2, 1)):
         unfit = [i for i, layer in enumerate(widths) if layer[column] * channels % (group * ranks)]
         if unfit:
@@ -144,30 +146,30 @@ def why_not_grouped(widths: Sequence[LayerSizes], head_dim: int, group: int, ran
                 f"ranks would read {size * channels / ranks:g} inputs, and {group} of them are stored together (a "
                 "scale of w4a16, four bytes of w8a16). Use fewer ranks, or w8a8-int8."
             )
-    return ""
+    return None
 
 
-def why_not_shared(config: Mapping[str, Any], ranks: int) -> str:
-    """Why ranks of tensor parallelism cannot share the layers; empty where they can.
+def sharing_obstacle(config: Mapping[str, Any], ranks: int) -> str | None:
+    """Explain why ranks of tensor parallelism cannot share the layers; None where they can.
 
     Args:
         config: config.json as plain data.
         ranks: tensor parallel size.
     """
     widths, together = layer_widths(config), inputs_together(config)
-    return why_not_split(widths, ranks) or why_not_grouped(widths, head_channels(config), together, ranks)
+    return split_obstacle(widths, ranks) or group_obstacle(widths, head_channels(config), together, ranks)
 
 
 def quantised_layout(config: Mapping[str, Any]) -> str:
-    """compressed-tensors' name of how a folder's weights are stored; empty where config.json names none."""
+    """Return compressed-tensors' name for the layout of a folder's weights; "" where config.json names none."""
     rounding = config.get("quantization_config")
     return str(rounding.get("format") or "") if isinstance(rounding, Mapping) else ""
 
 
 def inputs_together(config: Mapping[str, Any]) -> int:
-    """How many inputs share a scale, or else a number of four bytes, in a folder that compressed-tensors quantised.
+    """Count the inputs that share a scale, or a number of four bytes, in a folder that compressed-tensors quantised.
 
-    0 where each input is stored by itself, and a scale is of a whole row.
+    0 where inputs are stored separately, and a scale is of a whole row.
 
     Args:
         config: config.json as plain data.
@@ -182,13 +184,13 @@ def inputs_together(config: Mapping[str, Any]) -> int:
 
 
 def head_channels(config: Mapping[str, Any]) -> int:
-    """The channels of a head, as config.json says or implies."""
+    """Return the channels of a head, as config.json states or implies."""
     heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size") or 0
     return int(config.get("head_dim") or hidden // heads)
 
 
 def _unfit(widths: Sequence[LayerSizes], column: int, ranks: int) -> list[int]:
-    """The layers whose size of this column the ranks cannot share."""
+    """Return the layers whose size of this column the ranks cannot share."""
     copies = COLUMNS[column] == "KV heads"
     return [i for i, layer in enumerate(widths) if not _can_share(layer[column], ranks, copies=copies)]
 
@@ -198,12 +200,12 @@ def _can_share(size: int, ranks: int, *, copies: bool) -> bool:
 
 
 def stages_of(layers: int, ranks: int, partition: str = "") -> list[tuple[int, int]]:
-    """How vLLM divides layers among the ranks of pipeline parallelism.
+    """Divide layers among the ranks of pipeline parallelism as vLLM does.
 
     Args:
         layers: of the model.
         ranks: pipeline parallel size; below 1 is 1, which vLLM refuses.
-        partition: layers of each rank, as :data:`PARTITION` gives them; what does not fit vLLM refuses.
+        partition: layers of each rank, as in :data:`PARTITION`; vLLM refuses one that does not fit.
 
     Returns:
         First layer of each rank, and the one after its last.
@@ -212,23 +214,23 @@ def stages_of(layers: int, ranks: int, partition: str = "") -> list[tuple[int, i
     counts = [int(part) if part.strip().isdigit() else 0 for part in partition.split(",")]
     if len(counts) != ranks or sum(counts) != layers:
         counts = [layers // ranks] * ranks
-        for back in range(2, layers % ranks + 2):  # what is over goes to the ranks before the last one
+        for back in range(2, layers % ranks + 2):  # the remainder is added to the ranks before the last one
             counts[-back] += 1
     ends = list(accumulate(counts))
     return list(zip([0, *ends], ends, strict=False))
 
 
-def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int]]) -> str:
-    """Why vLLM cannot put these layers on the ranks of pipeline parallelism; empty where it can.
+def stage_obstacle(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int]]) -> str | None:
+    """Explain why vLLM cannot put these layers on the ranks of pipeline parallelism; None where it can.
 
-    vLLM divides the memory of a rank by what the attention of its layers stores, so that no rank may be without.
+    vLLM 0.32 divides the memory of a rank by the bytes that its attention stores, so that every rank needs attention.
 
     Args:
         widths: of every layer.
-        stages: first layer of each rank, and the one after its last; nothing where there is no such parallelism.
+        stages: first layer of each rank, and the one after its last; [] without such parallelism.
     """
     if len(stages) < 2:
-        return ""
+        return None
     for rank, (start, end) in enumerate(stages):
         if any(heads for heads, _, _ in widths[start:end]):
             continue
@@ -240,24 +242,24 @@ def why_not_staged(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int
             f"without attention. The layers are divided {counts}; attention is in {attend}. Set "
             f"{PARTITION} to layers per rank so that each has one of these, or use fewer ranks."
         )
-    return ""
+    return None
 
 
-def why_not_drafting(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *, hybrid: bool = True) -> str:
-    """Why vLLM cannot use a model with these layers as the draft of another one; empty where it can.
+def draft_obstacle(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *, hybrid: bool = True) -> str | None:
+    """Explain why vLLM cannot use a model with these layers as the draft of another one; None where it can.
 
-    Its proposer prepares attention once for all layers of a draft, with the head counts of one of them and one cache.
+    vLLM 0.32 prepares attention once for all layers of a draft, with the head counts of one of them and one cache.
 
     Args:
         widths: of every layer.
-        kinds: of attention of every layer, as config.json's ``layer_types``; nothing = they are alike.
+        kinds: of attention of every layer, as config.json's ``layer_types``; () = they are equal.
         hybrid: whether vLLM keeps caches of several kinds, which it does by default.
     """
     attends = {kind for kind, (heads, _, _) in zip(kinds, widths, strict=False) if heads}
     if hybrid and len(attends) > 1:
-        found = " and ".join(sorted(attends))
         return (
-            f"a draft model needs one kind of attention in all layers, and this one has {found}, "
+            f"a draft model needs one kind of attention in all layers, and this one has "
+            f"{' and '.join(sorted(attends))}, "
             "whose caches vLLM keeps apart. Add --disable-hybrid-kv-cache-manager, which gives all layers one."
         )
     pairs: dict[tuple[int, int], int] = {}
@@ -265,7 +267,7 @@ def why_not_drafting(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *,
         if heads:
             pairs.setdefault((heads, kv_heads), index)
     if len(pairs) < 2:
-        return ""
+        return None
     (one, first), (other, second) = list(pairs.items())[:2]
     return (
         f"a draft model needs the same heads in all layers, because vLLM prepares attention once for all of them; "
@@ -285,7 +287,7 @@ def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def cache_bytes(sequences: int, tokens: int, token: int) -> int:
-    """Bytes of a cache of vLLM on a CPU that holds whole sequences; it keeps one block to itself.
+    """Return the bytes of a cache of vLLM on a CPU that holds whole sequences; vLLM keeps one further block.
 
     Args:
         sequences: at once.
@@ -296,7 +298,7 @@ def cache_bytes(sequences: int, tokens: int, token: int) -> int:
 
 
 def token_bytes_of(layers: Iterable[LayerSizes], head_dim: int, dtype: str) -> int:
-    """The same, where the widths are known.
+    """Return the bytes of keys and values that one token takes in layers of these widths.
 
     Args:
         layers: their widths.

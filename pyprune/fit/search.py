@@ -46,9 +46,9 @@ from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
 from pyprune.serving.gguf.tokenizer import read_tokenizer
-from pyprune.serving.quantise import why_not_quantised
+from pyprune.serving.quantise import quantising_obstacle
 from pyprune.serving.speed.results import SpeedReport
-from pyprune.serving.widths import why_not_grouped, why_not_split
+from pyprune.serving.widths import group_obstacle, split_obstacle
 
 CANDIDATE = "candidate"
 _ROUNDING = 1e-9
@@ -201,7 +201,7 @@ class Fitting:
             ConfigError: the dense widths are no multiples of ``tensor_parallel``, or leave a device parts of groups.
         """
         ranks = self.options.tensor_parallel
-        reason = why_not_split([layer.widths for layer in self.identity.layers], ranks)
+        reason = split_obstacle([layer.widths for layer in self.identity.layers], ranks)
         reason = reason or self._why_not_shared(self.identity)
         if reason:
             raise ConfigError(f"tensor_parallel is {ranks}, and layers may stay as they are: {reason}")
@@ -238,7 +238,7 @@ class Fitting:
             engines.append("llamacpp")
         rules = [refusals(self.model.config, engine) for engine in dict.fromkeys(engines)]
         if layout in ("channel", "packed"):
-            rules.append(lambda plan: why_not_quantised(plan, self.weights))
+            rules.append(lambda plan: quantising_obstacle(plan, self.weights) or "")
             rules.append(self._why_not_shared)
         return lambda plan: next(filter(None, (rule(plan) for rule in rules)), "")
 
@@ -246,7 +246,7 @@ class Fitting:
         """Why devices cannot share a plan in groups of scales as its export has them."""
         group = weight_format(self.weights).grouped((common_multiple(plan),)).group
         widths = [layer.widths for layer in plan.layers]
-        return why_not_grouped(widths, plan.dense.head_dim, group, self.options.tensor_parallel)
+        return group_obstacle(widths, plan.dense.head_dim, group, self.options.tensor_parallel) or ""
 
     @cached_property
     def rules(self) -> SizeRules:

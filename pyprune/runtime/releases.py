@@ -1,4 +1,4 @@
-"""Which installed packages are newer than what pyprune was tried with: the upper bounds that it was published with."""
+"""Warn of installed packages that pyprune was not tried with: outside of the bounds that it was published with."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from pyprune.runtime.progress import warn
 
 
 def untried_releases() -> Iterator[str]:
-    """Name and release of each installed package that is at or beyond an upper bound, with that bound."""
+    """Yield name and release of each installed package with an upper bound that is outside of its bounds."""
     try:
         asked = [Requirement(line) for line in requires("pyprune") or ()]
     except PackageNotFoundError:  # the sources, not installed
         return
     for need in asked:
-        bounds = [Version(one.version) for one in need.specifier if one.operator == "<"]
+        bounds = {one.operator: Version(one.version) for one in need.specifier}
         try:
             installed = Version(version(need.name))
         except PackageNotFoundError:
             continue
-        if bounds and installed >= min(bounds):
-            yield f"{need.name} {installed} (tried: before {min(bounds)})"
+        if "<" not in bounds:
+            continue
+        if installed >= bounds["<"]:
+            yield f"{need.name} {installed} (tried: before {bounds['<']})"
+        elif installed < bounds.get(">=", installed):
+            yield f"{need.name} {installed} (tried: from {bounds['>=']} on)"
 
 
 def warn_of_untried_releases() -> None:
-    """Name them in one warning; processes that another one started leave that to it."""
+    """Name them in one warning, in the first process alone."""
     if parent_process() is None and (found := ", ".join(dict.fromkeys(untried_releases()))):
-        warn(f"Newer than what pyprune was tried with: {found}. Check what comes out, or install an older release.")
+        warn(f"pyprune was not tried with {found}. Check the results, or install a release that was tried.")

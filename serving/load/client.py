@@ -115,7 +115,7 @@ def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable
     return False
 
 
-def why_not_counted(found: Mapping[str, Any], new_tokens: int) -> str:
+def counting_obstacle(found: Mapping[str, Any], new_tokens: int) -> str:
     """Why a turn does not count, a sentence without its full stop; empty where it does.
 
     Requests failed, or answers broke off: vLLM's client counts one that had begun as a success.

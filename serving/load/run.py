@@ -25,18 +25,18 @@ from pyprune.serving.engines import EngineError, vllm_installed
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
+    counting_obstacle,
     measured_span,
     patience_with,
     read_turn,
     run_client,
-    why_not_counted,
 )
 from pyprune.serving.load.energy import EnergyMeter, find_counters
 from pyprune.serving.load.gpus import memory_in_use, visible_gpus
 from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, distrusted
+from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, distrust_warning
 from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 from pyprune.serving.vllm.command import servable, serve_command
@@ -202,7 +202,7 @@ class _Run:
                 server.check()  # a server that has ended says more than the client
                 raise
         server.check()
-        if reason := why_not_counted(found, self.options.new_tokens):
+        if reason := counting_obstacle(found, self.options.new_tokens):
             raise server.error(f"{server.model}: {reason}")
         return found
 
@@ -275,7 +275,9 @@ class _Run:
 
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
-        note = distrusted(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers") or None
+        note = (
+            distrust_warning(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers") or None
+        )
         models = {name: self.served(name) for name in self.models}
         counters = tuple(counter.name for counter in self.counters)
         return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment, counters)

@@ -13,7 +13,7 @@ from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
 from pyprune.serving.speed.table import plus_minus, precision_sentence
 from pyprune.serving.stats import named_variables, vllm_release
 from pyprune.serving.vllm.options import given_options, parallel_ranks
-from pyprune.serving.vllm.releases import CPU_SEQUENCES, has_cpu_sequences
+from pyprune.serving.vllm.releases import CPU_SEQUENCES, limits_cpu_sequences
 
 TIMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "End to end"}
 GPU_MEMORY = "GPU memory (MB)"
@@ -267,7 +267,7 @@ def _seats(report: LoadReport) -> tuple[float, str]:
     if given.max_num_seqs is not None:
         return given.max_num_seqs * max(1, given.data_parallel_size), "--max-num-seqs lets a server take"
     others = given.max_num_batched_tokens is not None or given.performance_mode is not None  # which change the number
-    if others or not has_cpu_sequences(report.environment["versions"].get("vllm", "")):
+    if others or not limits_cpu_sequences(report.environment["versions"].get("vllm", "")):
         return math.inf, ""
     seats = CPU_SEQUENCES * parallel_ranks(report.options.vllm_args)
     return seats, "without --max-num-seqs a server of vLLM's CPU build takes"

@@ -273,14 +273,14 @@ class _Run:
 
     def report(self, note: str | None) -> SpeedReport:
         """Return the report, with a warning when a waiting engine was not idle."""
-        warning = distrusted(max(s.idle_cpu_seconds / s.seconds for s in self.samples), "engines")
+        warning = distrust_warning(max(s.idle_cpu_seconds / s.seconds for s in self.samples), "engines")
         if warning:
             note = f"{note} {warning}" if note else warning
         models = {name: MeasuredModel(**self._measured(name)) for name in self.models}
         return SpeedReport(self.engine, note, self.workload, models, tuple(self.samples), self.environment)
 
 
-def distrusted(busy: float, what: str) -> str:
+def distrust_warning(busy: float, what: str) -> str:
     """The warning where those that waited were not idle; empty where they were.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pyprune.errors import CheckpointError, MissingDependencyError
 from pyprune.families import all_families
 from pyprune.runtime.progress import warn
-from pyprune.serving.adapters import why_not_of_this_model
+from pyprune.serving.adapters import foreign_adapter
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
 from pyprune.serving.vllm.cpu import (
@@ -20,31 +20,30 @@ from pyprune.serving.vllm.cpu import (
     saturating_int8_warning,
     slow_products_warning,
 )
-from pyprune.serving.vllm.limits import serving_warnings, why_not_adapted, why_not_rounded, why_not_stock
+from pyprune.serving.vllm.limits import adapter_obstacle, rounding_obstacle, serving_warnings, stock_obstacle
 from pyprune.serving.vllm.options import draft_config, given_options, hub_of
-from pyprune.serving.vllm.plugin import architectures, why_not_loaded
+from pyprune.serving.vllm.plugin import architectures, loading_obstacle
 from pyprune.serving.vllm.releases import (
     RUNNER,
+    draft_pipeline_obstacle,
     is_cpu_build,
-    is_tried_cpu_build,
+    is_faulty_cpu_build,
+    uncompiled_pipeline_obstacle,
     vllm_version,
-    why_not_draft_in_pipeline,
-    why_not_uncompiled_pipeline,
-    why_not_unequal_heads,
 )
 from pyprune.serving.widths import (
     PARTITION,
     LayerSizes,
+    draft_obstacle,
     layer_widths,
+    sharing_obstacle,
+    stage_obstacle,
     stages_of,
-    why_not_drafting,
-    why_not_shared,
-    why_not_staged,
 )
 
 DRAFT_MODEL, HEADS = "draft_model", ("eagle-", "eagle3", "dflash", "dspark")
-"""vLLM's method of a draft that is a model of its own, and what it goes by in the names of drafts that are not, where
-no method is given."""
+"""vLLM's method for a draft that is a whole model, and the parts of names by which it recognises other drafts without a
+method."""
 
 
 def serve_command(
@@ -58,7 +57,7 @@ def serve_command(
         folder: the checkpoint, or a hub id, which is served by that name.
         extra_args: handed on as they are, such as ``--port 9000``; see :func:`servable`.
         verify: compare a pyprune checkpoint with its pruning.json first; without it a warning is printed.
-        server: name by which the server's processes will know that this was done
+        server: name that tells the server's processes that the folder was verified
             (:func:`pyprune.serving.checkpoints.verify_checkpoint`).
 
     Raises:
@@ -81,10 +80,10 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     for warning in (*serving_warnings(checkpoint.config), *on_cpu):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.vllm.launch", "serve"]
-    if os.path.isdir(folder):  # as it was given: vLLM calls the model by these words, such as pruned/ or ./pruned
+    if os.path.isdir(folder):  # unchanged: vLLM names the model by these words, such as pruned/ or ./pruned
         return [*words, str(folder), *extra_args]
-    unnamed = given.served_model_name is None
-    return [*words, str(checkpoint.folder), *extra_args, *(["--served-model-name", str(folder)] if unnamed else [])]
+    name = ["--served-model-name", str(folder)] if given.served_model_name is None else []
+    return [*words, str(checkpoint.folder), *extra_args, *name]
 
 
 def servable(
@@ -95,18 +94,16 @@ def servable(
     Args:
         folder: the checkpoint, or a hub id.
         extra_args: of ``vllm serve``, the file of ``--config`` among them. ``--revision``, ``--download-dir`` and
-            ``--hf-token`` say what is downloaded of a hub id, ``--tensor-parallel-size`` what divides the layers.
+            ``--hf-token`` decide what is downloaded of a hub id, ``--tensor-parallel-size`` how layers are divided.
         verify: compare a pyprune checkpoint with its pruning.json first.
         server: see :func:`serve_command`.
 
     Raises:
         MissingDependencyError: vLLM is not installed.
-        CheckpointError: the folder is no checkpoint, was changed after it was written, has sizes per layer that nothing
-            here reads, needs a plugin that VLLM_PLUGINS keeps away, has layers (or inputs stored together) that the
-            ranks of tensor parallelism cannot share, has a draft that vLLM cannot run, is given an adapter of another
-            model, or is for a vLLM on a CPU
-            what that ends at (a pipeline of ranks without compilation, w8a16, int8 in layers of Transformers or under
-            adapters).
+        CheckpointError: the folder is no checkpoint, was changed after it was written, or has sizes per layer that
+            pyprune does not read. VLLM_PLUGINS keeps the plugin away. The ranks of tensor parallelism cannot share the
+            layers (or inputs stored together). vLLM cannot run the draft, or an adapter is of another model. vLLM on a
+            CPU would end: at a pipeline without compilation, w8a16, int8 in layers of Transformers or under adapters.
     """
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
@@ -117,70 +114,71 @@ def servable(
             f"(it serves {', '.join(sorted(architectures()))}); load it with Transformers."
         )
     refuse_unread_sizes(checkpoint, folder)
-    if checkpoint.architecture.startswith("Pruned") and (reason := why_not_loaded()):
+    if checkpoint.architecture.startswith("Pruned") and (reason := loading_obstacle()):
         raise CheckpointError(f"{folder} is a {checkpoint.architecture}, which pyprune's plugin serves. {reason}")
-    if reason := _why_not_run(checkpoint, given_options(extra_args), vllm_version()):
+    if reason := _start_obstacle(checkpoint, given_options(extra_args), vllm_version()):
         raise CheckpointError(f"{folder} cannot be served: {reason}")
     return checkpoint
 
 
-def _why_not_run(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str:
-    """What a rank of vLLM would die of, or the server at its first request; empty where that is nothing known."""
-    widths = layer_widths(checkpoint.config)
-    # Of a stock architecture nobody else asks: vLLM itself would end in an assertion of a rank.
-    reason = why_not_unequal_heads(widths, version) or why_not_shared(checkpoint.config, given.tensor_parallel_size)
-    reason = reason or why_not_stock(checkpoint.config)
-    reason = reason or _why_not_in_stages(widths, given.pipeline_parallel_size)
+def _start_obstacle(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str | None:
+    """Return a known reason why vLLM would crash at its start or at the first request; None without one."""
+    # Stock architectures are checked here alone: vLLM itself would end in an assertion of a rank.
+    reason = sharing_obstacle(checkpoint.config, given.tensor_parallel_size) or stock_obstacle(checkpoint.config)
+    reason = reason or _stage_obstacle(layer_widths(checkpoint.config), given.pipeline_parallel_size)
     draft = draft_config(given)
     if _drafts_with_a_model(given, draft):
-        reason = reason or why_not_draft_in_pipeline(given.pipeline_parallel_size)
-        reason = reason or _why_not_draft(given, draft, version)
+        reason = reason or draft_pipeline_obstacle(given.pipeline_parallel_size)
+        reason = reason or _draft_obstacle(given, draft, version)
     if given.uncompiled and os.environ.get(RUNNER) != "1":
-        reason = reason or why_not_uncompiled_pipeline(given.pipeline_parallel_size, version)
-    if is_tried_cpu_build(version):
-        reason = reason or why_not_rounded(checkpoint.config, checkpoint.architecture)
-        reason = reason or (given.enable_lora and why_not_adapted(checkpoint.config, given.tensor_parallel_size)) or ""
-    return reason or why_not_of_this_model(checkpoint.folder, given.lora_modules)
+        reason = reason or uncompiled_pipeline_obstacle(given.pipeline_parallel_size, version)
+    if is_faulty_cpu_build(version):
+        reason = reason or rounding_obstacle(checkpoint.config, checkpoint.architecture)
+        if given.enable_lora:
+            reason = reason or adapter_obstacle(checkpoint.config, given.tensor_parallel_size)
+    return reason or foreign_adapter(checkpoint.folder, given.lora_modules)
 
 
-def _why_not_in_stages(widths: Sequence[LayerSizes], ranks: int) -> str:
-    """See :func:`pyprune.serving.widths.why_not_staged`; of a division that vLLM refuses, it says why itself."""
+def _stage_obstacle(widths: Sequence[LayerSizes], ranks: int) -> str | None:
+    """See :func:`pyprune.serving.widths.stage_obstacle`; None for a partition that vLLM itself refuses."""
     partition = os.environ.get(PARTITION, "")
     stages = stages_of(len(widths), ranks, partition)
-    asked = [part.strip() for part in partition.split(",")]
-    if not widths or (partition and asked != [str(end - start) for start, end in stages]):
-        return ""
-    return why_not_staged(widths, stages)
+    counts = [part.strip() for part in partition.split(",")]
+    if not widths or (partition and counts != [str(end - start) for start, end in stages]):
+        return None
+    return stage_obstacle(widths, stages)
 
 
 def _drafts_with_a_model(given: argparse.Namespace, config: Mapping[str, Any]) -> bool:
-    """Whether the draft is a model of its own, of a family here. Heads such as EAGLE's, whose config.json may say the
-    same, are told by the method, or as vLLM does by their name.
+    """Check whether the draft is a whole model of a known family.
+
+    Heads such as EAGLE's may have the config.json of one. They are recognised by the method or, as in vLLM, by name.
     """
     is_head = any(name in given.draft.lower() for name in HEADS)
     if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
     family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
-    own = () if family is None else (family.classes.model.rpartition(":")[2], family.pruned_model)
-    return architecture_of(config) in own
+    if family is None:
+        return False
+    return architecture_of(config) in (family.classes.model.rpartition(":")[2], family.pruned_model)
 
 
-def _why_not_draft(given: argparse.Namespace, config: Mapping[str, Any], version: str) -> str:
-    """What vLLM would end at in the layers of the draft, or because nothing here reads it.
+def _draft_obstacle(given: argparse.Namespace, config: Mapping[str, Any], version: str) -> str | None:
+    """Explain why vLLM would end at the draft: its layers, or a plugin that is not loaded; None where it would not.
 
     The draft has the ranks of its target, or one. The CPU's first model runner prepares attention once for all layers.
     """
     architecture = architecture_of(config)
-    if architecture.startswith("Pruned") and (reason := why_not_loaded()):
+    if architecture.startswith("Pruned") and (reason := loading_obstacle()):
         return f"its draft {given.draft} is a {architecture}, which pyprune's plugin serves. {reason}"
-    reason = why_not_shared(config, given.tensor_parallel_size if given.draft_ranks != 1 else 1)
-    if is_tried_cpu_build(version):
-        reason = reason or why_not_rounded(config, architecture)
+    reason = sharing_obstacle(config, given.tensor_parallel_size if given.draft_ranks != 1 else 1)
+    if is_faulty_cpu_build(version):
+        reason = reason or rounding_obstacle(config, architecture)
     if is_cpu_build(version) and os.environ.get(RUNNER) != "1":
         kinds = config.get("layer_types") or ()
         hybrid = not given.disable_hybrid_kv_cache_manager
-        reason = reason or why_not_drafting(layer_widths(config), kinds, hybrid=hybrid)
-    return reason and f"of its draft {given.draft}: {reason}"
+        reason = reason or draft_obstacle(layer_widths(config), kinds, hybrid=hybrid)
+    return f"of its draft {given.draft}: {reason}" if reason else None
 
 
 def serve(folder: str | Path, extra_args: Sequence[str] = (), *, verify: bool = True) -> NoReturn:

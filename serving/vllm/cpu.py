@@ -1,4 +1,4 @@
-"""What vLLM on a CPU is told before it starts, or warned of: the size of its cache, and memory nodes for its ranks."""
+"""Prepare vLLM on a CPU: the size of its cache, and warnings about memory nodes, dtypes and int8 products."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from pyprune.serving.widths import (
 )
 
 SERVE_KV_CACHE_GIB = 2
-"""Key-value cache of ``pyprune serve`` on a CPU, for contexts that need no more, unless VLLM_CPU_KVCACHE_SPACE is set;
-vLLM's own default is nearly all memory of the machine, which fails as soon as anything else runs."""
+"""Least key-value cache of ``pyprune serve`` on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set. vLLM's default is nearly
+all memory of the machine, which fails as soon as anything else runs."""
 
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SIMULATED, VISIBLE = "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"
-"""Environment variables of vLLM that say what its ranks are bound to."""
+"""Environment variables of vLLM that bind its ranks to CPUs and memory."""
 MEMORY = Path("/proc/self/status")
 
 
 def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, ...]:
-    """What vLLM's binding of threads would end at on a CPU: it gives each rank a memory node of its own.
+    """Warn that vLLM on a CPU would end while it binds each rank to a memory node, because there are fewer nodes.
 
     Args:
         given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm.options.given_options`.
@@ -57,7 +57,7 @@ def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, 
 
 
 def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> tuple[str, ...]:
-    """A warning that this CPU has no arithmetic for the dtype in which vLLM will run a model.
+    """Warn that this CPU has no arithmetic for the dtype in which vLLM will run a model.
 
     Args:
         config: config.json of the model.
@@ -71,14 +71,14 @@ def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, 
     from pyprune.runtime.device import slow_dtype_warning
 
     # Without a name, vLLM runs every model in bfloat16 that is not stored in float16.
-    usual = "float16" if config.get("dtype", config.get("torch_dtype")) == "float16" else "bfloat16"
-    asked = {None: usual, "auto": usual, "half": "float16", "float": "float32"}.get(given.dtype, given.dtype)
+    default = "float16" if config.get("dtype", config.get("torch_dtype")) == "float16" else "bfloat16"
+    asked = {None: default, "auto": default, "half": "float16", "float": "float32"}.get(given.dtype, given.dtype)
     warning = slow_dtype_warning(asked, device("cpu"))
     return () if warning is None else (f"vLLM will run in {asked}, and {warning} (--dtype float32)",)
 
 
 def saturating_int8_warning(config: Mapping[str, Any], version: str) -> tuple[str, ...]:
-    """A warning that this CPU gets the products of an int8 model wrong, in vLLM as elsewhere.
+    """Warn that this CPU computes the products of an int8 model wrongly, in vLLM and elsewhere.
 
     Args:
         config: config.json of the model.
@@ -97,10 +97,10 @@ def saturating_int8_warning(config: Mapping[str, Any], version: str) -> tuple[st
 
 
 def memory_nodes(status: str) -> int:
-    """Memory nodes that a process may use; 0 where that is not said.
+    """Count the memory nodes that a process may use; 0 if unknown. As in vLLM, CPU_VISIBLE_MEMORY_NODES hides some.
 
     Args:
-        status: of the process, as /proc has it; CPU_VISIBLE_MEMORY_NODES leaves some of them out, as in vLLM.
+        status: the text of the process's status in /proc.
     """
     line = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status, re.MULTILINE)
     spans = [span.split("-") for span in line[1].split(",")] if line else []
@@ -110,10 +110,10 @@ def memory_nodes(status: str) -> int:
 
 
 def cache_environment(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> dict[str, str]:
-    """What sizes the cache on a CPU where the user does not: room for one sequence of the longest context at least.
+    """Size the cache on a CPU where the user does not: at least one sequence of the longest context fits.
 
-    That is in the model and in its draft; vLLM refuses to start with less. On a CPU the variable replaces both of its
-    options; each rank has so much.
+    The sequence is one of the model and of its draft; vLLM refuses to start with less. On a CPU the variable replaces
+    both of vLLM's options. It is the cache of each rank.
 
     Args:
         config: config.json of the model.
@@ -121,15 +121,15 @@ def cache_environment(config: Mapping[str, Any], given: argparse.Namespace, vers
         version: of vLLM.
 
     Returns:
-        The variables to set; none where the size is given.
+        The variables to set; none where the user sets the size.
     """
     sized = given.kv_cache_memory_bytes is not None or given.gpu_memory_utilization is not None
-    if sized or os.environ.get(KV_CACHE_SPACE):  # an empty one is none to vLLM either
+    if sized or os.environ.get(KV_CACHE_SPACE):  # vLLM ignores an empty one too
         return {}
     context = context_tokens(given.max_model_len, _usual_context(config))
     stages = stages_of(len(layer_widths(config)), given.pipeline_parallel_size, os.environ.get(PARTITION, ""))
     tokens = [_rank_token_bytes(config, given, stage) for stage in stages]
-    tokens[-1] += _rank_token_bytes(draft_config(given), given)  # all of it is on the last rank
+    tokens[-1] += _rank_token_bytes(draft_config(given), given)  # the last rank holds the whole draft
     needed = -(-cache_bytes(1, context, max(tokens)) // 2**30)
     if needed > SERVE_KV_CACHE_GIB and is_cpu_build(version):
         say(
@@ -142,9 +142,9 @@ def cache_environment(config: Mapping[str, Any], given: argparse.Namespace, vers
 def _rank_token_bytes(
     config: Mapping[str, Any], given: argparse.Namespace, stage: tuple[int, int] | None = None
 ) -> int:
-    """Bytes of cache that one token takes in the KV heads of all layers that one tensor parallel rank has.
+    """Return the bytes of cache that one token takes on one tensor parallel rank, in all layers or those of a stage.
 
-    Of the layers of a stage alone, where one is given. 0 where vLLM alone knows: windows, latents, other dtypes.
+    0 where only vLLM knows the size: windows, latents, other dtypes.
     """
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     is_windowed = bool(config.get("sliding_window")) and config.get("use_sliding_window", True)
@@ -158,9 +158,9 @@ def _rank_token_bytes(
 
 
 def _usual_context(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that vLLM takes where no length is given; 0 where config.json names none.
+    """Return vLLM's default for the longest sequence in tokens; 0 where config.json names none.
 
-    With longrope that is the length before the scaling, though more may be asked for.
+    With longrope the default is the length before the scaling, though more may be asked for.
     """
     kind, _ = rotary_scaling(config)
     if kind in ("longrope", "su"):

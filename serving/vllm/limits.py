@@ -1,4 +1,4 @@
-"""What vLLM does not serve of a checkpoint, or runs slowly, read from config.json as plain data."""
+"""Find what vLLM does not serve of a checkpoint, or runs slowly, in config.json as plain data."""
 
 from __future__ import annotations
 
@@ -19,89 +19,95 @@ from pyprune.serving.widths import (
 )
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32's CPU attention accepts."""
+"""Head sizes that vLLM 0.32's CPU attention accepts."""
 
 ON_TRANSFORMERS = ("PhiForCausalLM", "Starcoder2ForCausalLM", "Olmo2ForCausalLM")
-"""Stock architectures that vLLM 0.32 has no layers of its own for: it runs those of Transformers. The plugin has layers
-for the pruned architectures of these families."""
+"""Stock architectures that vLLM 0.32 runs with layers of Transformers. The plugin has layers of vLLM for the
+pruned architectures of these families."""
 
 AMX_INPUTS = 32
-"""Of a block that vLLM's int8 product for AMX reads at once; layers of other sizes take the one for all CPUs."""
+"""Inputs that vLLM's int8 product for AMX reads at once; layers of other sizes use the product for all CPUs."""
 
 WIDTH_MULTIPLE = 8
-"""Widths that are no multiple of it leave a part of every vector register or tensor core tile empty."""
+"""Other widths than multiples of this leave a part of every vector register or tensor core tile empty."""
 
 
 def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what vLLM will refuse or run slowly, read from config.json as plain data."""
+    """Return a sentence for each thing that vLLM will refuse or run slowly.
+
+    Args:
+        config: config.json as plain data.
+    """
     hidden = config.get("hidden_size") or 0
     architecture = architecture_of(config)
-    reasons = (_why_not_heads(config), why_not_stock(config), *_rounding_reasons(config, architecture))
-    found = [reason for reason in reasons if reason]
+    obstacles = (_head_obstacle(config), stock_obstacle(config), *_rounding_obstacles(config, architecture))
+    warnings = list(filter(None, obstacles))
     if architecture.startswith("Pruned") and architecture not in architectures():
-        found.append(
+        warnings.append(
             f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
         )
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
-        found.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+        warnings.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     ffn = [width for _, _, width in layer_widths(config)]
     for width, layers in off_multiples(ffn, WIDTH_MULTIPLE).items():
         where = f"{ffn_field(config)} of {named_layers(layers)}"
-        found.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
-    return tuple(found)
+        warnings.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+    return tuple(warnings)
 
 
-def why_not_stock(config: Mapping[str, Any]) -> str:
-    """Why vLLM's own class ends at its start with a stock checkpoint; empty where it does not, or is not that."""
+def stock_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Explain why vLLM's own class cannot start with a stock checkpoint; None for all others."""
     reason = why_unserved(config)
-    return reason and f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves."
+    return (
+        f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves." if reason else None
+    )
 
 
-def why_not_rounded(config: Mapping[str, Any], architecture: str) -> str:
-    """Why vLLM on a CPU ends with quantised weights, at its start or the first request; empty where it does not."""
-    return next(filter(None, _rounding_reasons(config, architecture)), "")
+def rounding_obstacle(config: Mapping[str, Any], architecture: str) -> str | None:
+    """Explain why these quantised weights end vLLM on a CPU, at its start or first request; None where they do not."""
+    return next(filter(None, _rounding_obstacles(config, architecture)), None)
 
 
-def why_not_adapted(config: Mapping[str, Any], ranks: int) -> str:
-    """Why vLLM 0.32 on this CPU ends at its start where adapters (LoRA) lie on quantised weights; empty where not.
+def adapter_obstacle(config: Mapping[str, Any], ranks: int) -> str | None:
+    """Explain why vLLM 0.32 on this CPU cannot start with adapters (LoRA) on quantised weights; None where it can.
 
-    Its int8 product keeps its own copy of a weight and None in the weight's place, whose device vLLM asks for. With AMX
-    it is another product, which keeps the weight, where every layer reads whole blocks of inputs.
+    Its int8 product puts None in the place of a weight, whose device vLLM then asks for. The product for AMX keeps the
+    weight; vLLM uses that one where every layer reads whole blocks of inputs.
 
     Args:
         config: config.json as plain data.
         ranks: of tensor parallelism.
     """
     if quantised_layout(config) != "int-quantized":
-        return ""
+        return None
     head_dim, shares = head_channels(config), max(1, ranks)  # vLLM itself refuses fewer than one rank
     read = {config.get("hidden_size") or 0}
     read |= {size // shares for heads, _, ffn in layer_widths(config) for size in (heads * head_dim, ffn)}
     if "amx_tile" in cpu_flags() and not any(size % AMX_INPUTS for size in read):
-        return ""
+        return None
     return (
         "vLLM 0.32's int8 product on this CPU takes no adapters (--enable-lora). Serve it without, merge the adapter "
         "and export again, or export with --quantise w4a16."
     )
 
 
-def _rounding_reasons(config: Mapping[str, Any], architecture: str) -> tuple[str, ...]:
-    return _why_not_int8(config, architecture), _why_not_w8a16(config)
+def _rounding_obstacles(config: Mapping[str, Any], architecture: str) -> tuple[str | None, ...]:
+    return _int8_obstacle(config, architecture), _w8a16_obstacle(config)
 
 
-def _why_not_heads(config: Mapping[str, Any]) -> str:
+def _head_obstacle(config: Mapping[str, Any]) -> str | None:
     head_dim = head_channels(config)
-    is_said = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
-    if not is_said or head_dim in VLLM_CPU_HEAD_DIMS:
-        return ""
+    is_stated = (config.get("head_dim") or config.get("num_attention_heads")) and not config.get("kv_lora_rank")
+    if not is_stated or head_dim in VLLM_CPU_HEAD_DIMS:
+        return None
     allowed = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
     return f"head_dim is {head_dim}; vLLM's CPU backend serves only {allowed}."
 
 
-def _why_not_w8a16(config: Mapping[str, Any]) -> str:
+def _w8a16_obstacle(config: Mapping[str, Any]) -> str | None:
     if quantised_layout(config) != "pack-quantized" or _bits(config["quantization_config"]) != 8:
-        return ""
+        return None
     return (
         "vLLM's CPU backend has no kernel for 8-bit weights with inputs that are not rounded (w8a16), and refuses "
         "them; there, export with --quantise w8a8-int8 or w4a16."
@@ -109,17 +115,17 @@ def _why_not_w8a16(config: Mapping[str, Any]) -> str:
 
 
 def _bits(rounding: Mapping[str, Any]) -> int | None:
-    """Of the weights, as compressed-tensors describes them; None where it does not say."""
+    """Return the bits of a weight, as compressed-tensors describes them; None without a number."""
     groups = rounding.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
     weights = first.get("weights") if isinstance(first, Mapping) else None
     return weights.get("num_bits") if isinstance(weights, Mapping) else None
 
 
-def _why_not_int8(config: Mapping[str, Any], architecture: str) -> str:
-    """Why vLLM on a CPU ends at the first request to an int8 model; empty where it does not."""
+def _int8_obstacle(config: Mapping[str, Any], architecture: str) -> str | None:
+    """Explain why vLLM on a CPU ends at the first request to an int8 model; None where it does not."""
     if architecture not in ON_TRANSFORMERS or quantised_layout(config) != "int-quantized":
-        return ""
+        return None
     return (
         f"vLLM runs {architecture} through Transformers' layers, which its int8 product on a CPU does not take "
         '("mat1 must be a 2D tensor"). Export with --target pruned.'

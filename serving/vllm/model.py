@@ -1,8 +1,8 @@
 """The pruned architectures for vLLM: every decoder layer reads its own query heads, KV heads and FFN width.
 
 All but OPT stand on vLLM's own LLaMA with layers of :mod:`pyprune.serving.vllm.layers`; the engine sizes the key-value
-cache layer by layer by itself. Which family is served by which layer is in its table (``vllm_layer``). Imported by vLLM
-only when a checkpoint names one of these architectures.
+cache layer by layer. A family's table names its layer (``vllm_layer``). vLLM imports this module only when a checkpoint
+names one of these architectures.
 """
 
 from __future__ import annotations
@@ -27,34 +27,26 @@ from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
 from pyprune.serving.vllm.layers import PrunedDecoderLayer
-from pyprune.serving.vllm.limits import why_not_adapted
+from pyprune.serving.vllm.limits import adapter_obstacle
 from pyprune.serving.vllm.releases import (
-    is_tried_cpu_build,
+    draft_pipeline_obstacle,
+    is_faulty_cpu_build,
+    uncompiled_pipeline_obstacle,
     vllm_version,
-    why_not_draft_in_pipeline,
-    why_not_uncompiled_pipeline,
-    why_not_unequal_heads,
 )
-from pyprune.serving.widths import (
-    layer_widths,
-    why_not_drafting,
-    why_not_shared,
-    why_not_staged,
-)
+from pyprune.serving.widths import draft_obstacle, layer_widths, sharing_obstacle, stage_obstacle
 
 
 def check_served(vllm_config: VllmConfig) -> None:
-    """Refuse, before any layer is built, a folder that was changed and what a rank would later die of.
+    """Refuse, before any layer is built, a changed folder and anything that would crash a rank later.
 
-    Weights that vLLM streams from an object store are not in the folder, which nothing is compared of then; a warning
-    says so.
+    Weights that vLLM streams from an object store are not in the folder. They are not verified; a warning reports it.
 
     Raises:
         CheckpointError: the folder differs from what was written (see :func:`verify_checkpoint`).
-        ConfigError: query heads that differ between layers in a vLLM that is too old for it, sizes that the ranks of
-            tensor parallelism cannot share, a rank of pipeline parallelism without attention, a pipeline on a CPU of
-            a model that is not compiled, a draft model whose layers have different heads, or a dtype that vLLM refuses
-            for the dense family.
+        ConfigError: the ranks of tensor parallelism cannot share the sizes, or a pipeline rank has no attention. A
+            pipeline on a CPU is not compiled. The layers of a draft have different heads. vLLM refuses the dtype for
+            the dense family.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model_config, "model_weights", ""):
@@ -65,34 +57,34 @@ def check_served(vllm_config: VllmConfig) -> None:
     widths = layer_widths(config)
     ranks = parallel.pipeline_parallel_size
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
-    reason = why_not_unequal_heads(widths, vllm_version()) or _why_not_in(model_config)
-    reason = reason or why_not_shared(config, parallel.tensor_parallel_size) or why_not_staged(widths, stages)
+    reason = _dtype_obstacle(model_config) or sharing_obstacle(config, parallel.tensor_parallel_size)
+    reason = reason or stage_obstacle(widths, stages)
     if vllm_config.compilation_config.mode == CompilationMode.NONE and not vllm_config.use_v2_model_runner:
-        reason = reason or why_not_uncompiled_pipeline(ranks, vllm_version())
+        reason = reason or uncompiled_pipeline_obstacle(ranks, vllm_version())
     drafts = _is_draft(vllm_config)  # adapters are for its target
-    if vllm_config.lora_config is not None and not drafts and is_tried_cpu_build(vllm_version()):
-        reason = reason or why_not_adapted(config, parallel.tensor_parallel_size)
+    if vllm_config.lora_config is not None and not drafts and is_faulty_cpu_build(vllm_version()):
+        reason = reason or adapter_obstacle(config, parallel.tensor_parallel_size)
     if not reason and drafts:
         kinds = config.get("layer_types") or ()
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         whole = vllm_config.speculative_config.target_parallel_config  # the draft's own says one rank
-        reason = why_not_draft_in_pipeline(getattr(whole, "pipeline_parallel_size", 1))
-        reason = reason or why_not_drafting(widths, kinds, hybrid=hybrid)
+        reason = draft_pipeline_obstacle(getattr(whole, "pipeline_parallel_size", 1))
+        reason = reason or draft_obstacle(widths, kinds, hybrid=hybrid)
     if reason:
         raise ConfigError(f"{model_config.model} cannot be served like this: {reason}")
 
 
-def _why_not_in(model_config: Any) -> str:
-    """Why vLLM keeps a family out of the dtype, which it finds by the name of the dense architecture alone."""
+def _dtype_obstacle(model_config: Any) -> str | None:
+    """Explain why vLLM refuses the dtype for the dense family, which it does by that architecture's name; or None."""
     family, dtype = str(model_config.hf_config.model_type).removeprefix(PREFIX), model_config.dtype
     refused = getattr(vllm_rules, "_FLOAT16_NOT_SUPPORTED_MODELS", {})
     if dtype != torch.float16 or family not in refused:
-        return ""
+        return None
     return f"vLLM does not run {family} in float16. {refused[family]} (--dtype bfloat16, --dtype float32)"
 
 
 def _is_draft(vllm_config: VllmConfig) -> bool:
-    """Whether the model is to propose tokens for another one."""
+    """Check whether the model proposes tokens for another one."""
     speculative = vllm_config.speculative_config
     if speculative is None or not speculative.uses_draft_model():
         return False
@@ -100,18 +92,19 @@ def _is_draft(vllm_config: VllmConfig) -> bool:
 
 
 class _TiedHead(nn.Module):
-    """The embedding as head, with a bias of the head's own.
+    """The embedding as head, with a bias.
 
-    vLLM's tied head would share the weight as a parameter of its own. Reloading a model, vLLM fills each module that
-    gets any weight anew: with a bias in the checkpoint and no weight, it would write what was in memory over both.
+    vLLM's tied head would hold the shared weight as a second parameter. On a reload vLLM 0.32 fills each module that
+    gets any weight. Of this head the checkpoint has the bias alone: vLLM would overwrite the weight with what was in
+    memory.
 
     Args:
-        embedding: of the model; whatever is not the bias is asked of it.
+        embedding: of the model; every attribute except the bias is taken from it.
     """
 
     def __init__(self, embedding: VocabParallelEmbedding) -> None:
         super().__init__()
-        self.__dict__["embedding"] = embedding  # not a module of this one
+        self.__dict__["embedding"] = embedding  # not registered as a submodule
         self.bias = nn.Parameter(torch.empty(embedding.num_embeddings_per_partition, dtype=embedding.weight.dtype))
         set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": embedding.weight_loader})
 
@@ -169,8 +162,8 @@ class PrunedCausalLM(LlamaForCausalLM):
         )
 
 
-def _made(family: Family) -> type[PrunedCausalLM]:
-    """The vLLM model of one family with ``vllm_layer``."""
+def _make_class(family: Family) -> type[PrunedCausalLM]:
+    """Make the vLLM model of one family with ``vllm_layer``."""
     layer_class: Any = resolve(family.vllm_layer)
     facts: dict[str, Any] = {
         "__module__": __name__,
@@ -187,8 +180,8 @@ def _made(family: Family) -> type[PrunedCausalLM]:
 
 
 def __getattr__(name: str) -> type[PrunedCausalLM]:
-    """The classes that checkpoints name, such as PrunedLlamaForCausalLM, each made when it is first asked for."""
+    """Return a class that checkpoints name, such as PrunedLlamaForCausalLM, and make it at the first request."""
     for family in all_families().values():
         if family.vllm_layer and family.pruned_model == name:
-            return globals().setdefault(name, _made(family))  # type: ignore[no-any-return]
+            return globals().setdefault(name, _make_class(family))  # type: ignore[no-any-return]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""The pruned OPT for vLLM: every layer reads its own heads and FFN width, and the hidden size may be sliced.
+"""The pruned OPT for vLLM: every layer has separate heads and FFN width, and the hidden size may be sliced.
 
-On top of vLLM's own OPT, whose attention derives head_dim from the hidden size and whose LayerNorm divides by the
-stored size: both are given by the configuration here. Imported by vLLM only when a checkpoint names the architecture.
+vLLM's OPT derives head_dim from the hidden size, and its LayerNorm divides by the stored size: here the configuration
+names both. Imported by vLLM only when a checkpoint names the architecture.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pyprune.serving.vllm.layers import layer_norm
 from pyprune.serving.vllm.model import check_served
 
 LAYER_NORM_EPS = 1e-5
-"""OPT's configuration holds no epsilon: every implementation uses this default of torch's LayerNorm."""
+"""Default of torch's LayerNorm, which every implementation uses: OPT's configuration holds no epsilon."""
 
 
 class PrunedOPTAttention(OPTAttention):
@@ -57,7 +57,7 @@ class PrunedOPTAttention(OPTAttention):
 
 
 class PrunedOPTDecoderLayer(nn.Module):
-    """An OPT layer at the sizes of its own index; a sub-block that was removed is not built at all."""
+    """An OPT layer at the sizes of its index, without the sub-blocks that were removed."""
 
     def __init__(self, config: Any, cache_config: CacheConfig | None, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class PrunedOPTDecoderLayer(nn.Module):
         return hidden_states
 
     def _add(self, norm: nn.Module, block: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
-        """Every OPT but the 350M one normalises before the block, that one after it."""
+        """Add a block; every OPT but the 350M one normalises before the block, that one after it."""
         if self.do_layer_norm_before:
             return stream + block(norm(stream))
         return norm(stream + block(stream))  # type: ignore[no-any-return]
@@ -100,7 +100,7 @@ def _layer_norm(config: Any) -> nn.Module:
 
 
 class PrunedOPTDecoder(OPTDecoder):
-    """vLLM's OPT decoder around layers of their own sizes. Its own constructor builds layers of one size."""
+    """vLLM's OPT decoder with sizes per layer; vLLM's constructor builds layers of one size."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         nn.Module.__init__(self)

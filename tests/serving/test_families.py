@@ -22,7 +22,7 @@ from bench.quality.rounded import round_inputs_, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
 from pyprune.runtime.records import Json
-from pyprune.serving.widths import layer_widths, why_not_split, why_not_staged
+from pyprune.serving.widths import layer_widths, split_obstacle, stage_obstacle
 from tests._support import families_checks
 from tests._support.answers import TOP, log_probabilities
 from tests._support.families_checks import (
@@ -65,8 +65,8 @@ def test_every_layer_has_sizes_of_its_own_that_two_ranks_can_hold(name: str, tmp
     widths = layer_widths(config)
     assert config["architectures"] == [architecture(name)]
     assert len(set(widths)) == (1 if name == STOCK else 4)
-    assert why_not_split(widths, 2) == ""
-    assert why_not_staged(widths, [(0, 2), (2, len(widths))]) == ""
+    assert split_obstacle(widths, 2) is None
+    assert stage_obstacle(widths, [(0, 2), (2, len(widths))]) is None
 
 
 def test_every_mode_has_a_family_that_the_plugin_serves() -> None:

@@ -17,7 +17,7 @@ from pyprune.cut.compact import compact_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
-from pyprune.serving.vllm.limits import why_not_stock
+from pyprune.serving.vllm.limits import stock_obstacle
 from tests._support.models import TINY, one_of_each, tiny_model
 from tests._support.served import (
     NEW_TOKENS,
@@ -151,7 +151,7 @@ def test_it_is_served_exactly_or_refused_beforehand(
     folder = written[name, variant, cut]
     if folder is None:
         pytest.skip("no stock architecture has these sizes")
-    answers, reason = served[str(folder)], why_not_stock(config_of(folder))
+    answers, reason = served[str(folder)], stock_obstacle(config_of(folder))
     if isinstance(answers, str):
         assert reason, answers
     else:

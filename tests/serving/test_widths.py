@@ -14,16 +14,16 @@ from pyprune.serving.export import export
 from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import (
     LayerSizes,
+    draft_obstacle,
+    group_obstacle,
     head_channels,
     inputs_together,
     layer_widths,
     named_layers,
     off_multiples,
+    split_obstacle,
+    stage_obstacle,
     token_bytes,
-    why_not_drafting,
-    why_not_grouped,
-    why_not_split,
-    why_not_staged,
 )
 from tests._support.cli import run
 from tests._support.models import tiny_model
@@ -73,7 +73,7 @@ def test_layers_of_a_deep_model_are_read_by_their_numbers(tmp_path: Path) -> Non
     assert "00" in written["per_layer_config"]
     for config in (written, model.config.to_dict()):
         assert layer_widths(config) == [layer.widths for layer in plan.layers]
-    assert why_not_drafting(layer_widths(written))
+    assert draft_obstacle(layer_widths(written))
     assert token_bytes(written, "bfloat16") == 4 * plan.dense.head_dim * sum(len(x.kv_heads) for x in plan.layers)
 
 
@@ -121,8 +121,8 @@ def test_layers_are_named_in_ranges() -> None:
     ],
 )
 def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSizes], ranks: int, said: str) -> None:
-    message = why_not_split(widths, ranks)
-    assert said in message if said else message == ""
+    message = split_obstacle(widths, ranks)
+    assert said in message if said else message is None
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSize
 def test_ranks_need_whole_groups_of_inputs_that_share_a_scale(
     widths: list[LayerSizes], group: int, ranks: int, said: str
 ) -> None:
-    message = why_not_grouped(widths, 64, group, ranks)
-    assert said in message if said else message == ""
+    message = group_obstacle(widths, 64, group, ranks)
+    assert said in message if said else message is None
 
 
 def test_the_group_of_scales_is_read_from_the_configuration() -> None:
@@ -168,19 +168,19 @@ def test_the_group_of_scales_is_read_from_the_configuration() -> None:
 
 def test_a_rank_of_a_pipeline_needs_attention() -> None:
     widths = [(0, 0, 40), (4, 2, 40), (4, 2, 0), (0, 0, 40), (0, 0, 40)]
-    assert why_not_staged(widths, []) == ""
-    assert why_not_staged(widths, [(0, 2), (2, 5)]) == ""
-    assert "rank 1 would hold only layers 3-4, and" in why_not_staged(widths, [(0, 3), (3, 5)])
-    assert "rank 2 would hold no layer, and" in why_not_staged(widths, [(0, 2), (2, 5), (5, 5)])
-    assert "divided 1,4; attention is in 1-2." in why_not_staged(widths, [(0, 1), (1, 5)])
+    assert stage_obstacle(widths, []) is None
+    assert stage_obstacle(widths, [(0, 2), (2, 5)]) is None
+    assert "rank 1 would hold only layers 3-4, and" in stage_obstacle(widths, [(0, 3), (3, 5)])
+    assert "rank 2 would hold no layer, and" in stage_obstacle(widths, [(0, 2), (2, 5), (5, 5)])
+    assert "divided 1,4; attention is in 1-2." in stage_obstacle(widths, [(0, 1), (1, 5)])
 
 
 def test_a_draft_needs_the_same_heads_in_all_layers_with_attention() -> None:
-    assert why_not_drafting([(4, 2, 40), (0, 0, 24), (4, 2, 0)]) == ""
+    assert draft_obstacle([(4, 2, 40), (0, 0, 24), (4, 2, 0)]) is None
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert why_not_drafting([(4, 2, 40), (0, 0, 24), (4, 2, 0)], kinds) == "", "what it skips does not count"
-    assert "has full_attention and sliding_attention" in why_not_drafting([(4, 2, 40)] * 3, kinds)
-    assert why_not_drafting([(4, 2, 40)] * 3, kinds, hybrid=False) == ""
-    assert "layer 0 has 4 query and 2 KV heads, layer 2 has 4 and 1." in why_not_drafting(
+    assert draft_obstacle([(4, 2, 40), (0, 0, 24), (4, 2, 0)], kinds) is None, "what it skips does not count"
+    assert "has full_attention and sliding_attention" in draft_obstacle([(4, 2, 40)] * 3, kinds)
+    assert draft_obstacle([(4, 2, 40)] * 3, kinds, hybrid=False) is None
+    assert "layer 0 has 4 query and 2 KV heads, layer 2 has 4 and 1." in draft_obstacle(
         [(4, 2, 40), (4, 2, 24), (4, 1, 40)]
     )

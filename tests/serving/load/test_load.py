@@ -27,7 +27,7 @@ from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts
-from pyprune.serving.load.client import bench_command, client_environment, read_turn, run_client, why_not_counted
+from pyprune.serving.load.client import bench_command, client_environment, counting_obstacle, read_turn, run_client
 from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import (
     DEFAULT_LOADS,
@@ -461,8 +461,8 @@ def test_answers_that_broke_off_do_not_count(fake: FakeServers, folders: dict[st
 
 def test_requests_that_failed_are_told_with_the_end_of_the_server_s_log() -> None:
     found = {"failed": 2, "num_prompts": 5, "errors": ["", "Bad Request."], "output_lens": [4, 0, 4, 4, 0]}
-    assert why_not_counted(found, 4) == "2 of 5 requests failed: Bad Request"
-    assert why_not_counted({"failed": 0, "output_lens": [4, 4]}, 4) == ""
+    assert counting_obstacle(found, 4) == "2 of 5 requests failed: Bad Request"
+    assert counting_obstacle({"failed": 0, "output_lens": [4, 4]}, 4) == ""
     with Server([sys.executable, "-c", FAKE_SERVER, LOG, METRICS], "model") as server:
         message = str(server.error("Something failed"))
         assert message.startswith("Something failed. Its last log lines:")

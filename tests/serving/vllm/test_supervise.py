@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only on Linux i
 WAIT_S = 120
 SCRIPT = """
 import ctypes, os, signal, subprocess, sys, time
-from pyprune.serving.vllm.supervise import supervised
+from pyprune.serving.vllm.supervise import supervise_run
 
 def server():
 {body}
 
 if {subreaper}:
     ctypes.CDLL(None).prctl(36, 1)
-sys.exit(supervised(server))
+sys.exit(supervise_run(server))
 """
 STOPPED = """
     received = []
