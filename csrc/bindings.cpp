@@ -16,7 +16,7 @@
 #include "dispatch.h"
 #include "kernels/group_importance.h"
 #include "kernels/group_penalty.h"
-#include "kernels/group_prox.h"
+#include "kernels/group_soft_threshold.h"
 #include "kernels/layer_norm_virtual.h"
 #include "kernels/moreau_step.h"
 #include "kernels/perturb.h"
@@ -56,12 +56,8 @@ void bind_perturb(const Tensor& w0, const Tensor& delta, const Tensor& out, floa
 }
 
 AdamPenalty parse_penalty(const std::string& name) {
-  if (name == "none") return AdamPenalty::kNone;
-  if (name == "l1-subgradient") return AdamPenalty::kL1Gradient;
-  if (name == "l2-subgradient") return AdamPenalty::kL2Gradient;
-  if (name == "l1-adam-prox") return AdamPenalty::kL1AdamProx;
-  if (name == "l1-prox") return AdamPenalty::kL1Prox;
-  if (name == "l2-prox") return AdamPenalty::kL2Prox;
+  if (name == "l1") return AdamPenalty::kL1;
+  if (name == "l2") return AdamPenalty::kL2;
   throw std::invalid_argument("unknown penalty " + name);
 }
 
@@ -231,18 +227,12 @@ double bind_group_penalty(const Tensor& w, const Tensor& index, int axis, bool l
   return group_penalty(data(w), gradient, penalty_weight, l1, selected);
 }
 
-void bind_group_prox(const Tensor& w, const Tensor& out, const Tensor& index, int axis, bool l1, double threshold,
-                     float offset, int threads) {
+void bind_group_soft_threshold(const Tensor& w, const Tensor& index, int axis, double threshold, float offset,
+                               int threads) {
   const Selection selected = selected_groups(w, index, axis, offset, threads);
   check_threshold(threshold);
-  check_same(w, "w", out, "out");
-  check_overlap(w, out, bytes_of(selected));
-  if (w.address != out.address && selected.count != w.shape[static_cast<std::size_t>(axis)]) {
-    throw std::invalid_argument("out is not w, so the index must name every group");
-  }
-  if (bytes_of(selected) == 0) return;
   const py::gil_scoped_release released;
-  group_prox(data(w), data(out), threshold, l1, selected);
+  group_soft_threshold(data(w), threshold, selected);
 }
 
 void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, float offset, int threads) {
@@ -331,8 +321,8 @@ PYBIND11_MODULE(_C, module) {
              py::arg("seed"), py::arg("offset"), py::arg("threads"));
   module.def("group_penalty", &bind_group_penalty, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("l1"),
              py::arg("grad"), py::arg("penalty_weight"), py::arg("offset"), py::arg("threads"));
-  module.def("group_prox", &bind_group_prox, py::arg("w"), py::arg("out"), py::arg("index"), py::arg("axis"),
-             py::arg("l1"), py::arg("threshold"), py::arg("offset"), py::arg("threads"));
+  module.def("group_soft_threshold", &bind_group_soft_threshold, py::arg("w"), py::arg("index"), py::arg("axis"),
+             py::arg("threshold"), py::arg("offset"), py::arg("threads"));
   module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
              py::arg("offset"), py::arg("threads"));
   module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),

@@ -104,10 +104,10 @@ FAULTS = (
     ),
     Fault(
         "soft threshold: groups below it change sign",
-        "pyprune/ops/group_prox/reference.py",
+        "pyprune/ops/group_soft_threshold/reference.py",
         "removed = norms <= threshold",
         "removed = norms <= -threshold",
-        "ops/test_group_prox.py ops/test_group_soft_threshold.py",
+        "ops/test_group_soft_threshold.py",
     ),
     Fault(
         "gates: the most important layer goes",

@@ -13,15 +13,12 @@ from bench.kernels.ops_setting import TINY, Setting, add, last, touch
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 
 Kind = Literal["l1", "l2"]
-Solver = Literal["subgradient", "prox"]
 
-ADAMW_VARIANTS: dict[str, tuple[int, Kind, Solver] | None] = {
+ADAMW_VARIANTS: dict[str, tuple[int, Kind] | None] = {
     "plain": None,
-    "rows, l2 subgradient": (0, "l2", "subgradient"),
-    "columns, l2 subgradient": (1, "l2", "subgradient"),
-    "rows, l2 prox": (0, "l2", "prox"),
-    "columns, l2 prox": (1, "l2", "prox"),
-    "columns, l1 prox": (1, "l1", "prox"),
+    "rows, l2 subgradient": (0, "l2"),
+    "columns, l2 subgradient": (1, "l2"),
+    "columns, l1 subgradient": (1, "l1"),
 }
 
 
@@ -56,18 +53,18 @@ def _adamw(kernel: str, weight: Tensor, gradient: Tensor, moments: Moments, pena
         )
 
 
-def _adamw_penalty(weight: Tensor, axis: int, kind: Kind, solver: Solver, penalty_weight: float = 1e-3) -> Penalty:
-    return Penalty(last(weight, axis), axis, kind, penalty_weight, solver)
+def _adamw_penalty(weight: Tensor, axis: int, kind: Kind, penalty_weight: float = 1e-3) -> Penalty:
+    return Penalty(last(weight, axis), axis, kind, penalty_weight)
 
 
-def _adamw_step(options: tuple[int, Kind, Solver] | None, weight: Tensor, gradient: Tensor) -> Tensor:
+def _adamw_step(options: tuple[int, Kind] | None, weight: Tensor, gradient: Tensor) -> Tensor:
     penalty = None if options is None else _adamw_penalty(weight, *options, penalty_weight=0.5)
     regularised_adamw([weight], [gradient], [Moments.zeros(weight)], Hyper(lr=0.1), steps=1, penalties=[penalty])
     return weight
 
 
 def _adamw_random_steps(
-    options: tuple[int, Kind, Solver] | None, weight: Tensor, gradient: Tensor, quantised: bool
+    options: tuple[int, Kind] | None, weight: Tensor, gradient: Tensor, quantised: bool
 ) -> tuple[Tensor, ...]:
     """Weight and moments after steps as they are timed: the second one reads what the first one rounded."""
     penalty = None if options is None else _adamw_penalty(weight, *options, penalty_weight=0.5)

@@ -17,7 +17,6 @@ from pyprune.ops import (
     add_group_penalty_,
     group_importance,
     group_penalty,
-    group_prox,
     group_soft_threshold,
     layer_norm_virtual,
     moreau_step,
@@ -52,23 +51,6 @@ def eager_moreau_(delta: Tensor, grad: Tensor, axis: int) -> Tensor:
 def into(function: Callable[..., Tensor], x: Tensor, *args: object) -> None:
     """Write ``function(x, ...)`` back to ``x``."""
     x.copy_(function(x, *args))
-
-
-def threshold_cases(s: Setting, dtype: str) -> list[Case]:
-    """``group_soft_threshold``, in place."""
-    op, x = "group_soft_threshold", s.array(dtype)
-    traffic = 2 * x.nbytes
-    ceiling = Case(op, dtype, "", CEILING, partial(touch, x.clone()), traffic)
-    result = [ceiling]
-    for axis, groups in enumerate(AXES):
-        s.check(op, dtype, partial(group_soft_threshold, threshold=THRESHOLD, axis=axis))
-        ours = on_backend(s.kernel, group_soft_threshold, x, THRESHOLD, axis, out=x)
-        result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
-        result.append(Case(op, dtype, groups, "eager", partial(into, eager_threshold, x, axis), traffic, ceiling))
-        if s.compiled:
-            call = s.compile(into, eager_threshold, x, axis)
-            result.append(Case(op, dtype, groups, "compiled", call, traffic, ceiling))
-    return result
 
 
 def stepped(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
@@ -190,31 +172,26 @@ def eager_penalty(w: Tensor, grad: Tensor, index: Tensor, axis: int, kind: str) 
     (TINY * torch.linalg.vector_norm(part, order, dim=1 - axis, dtype=torch.float32).sum()).backward()
 
 
-def prox_cases(s: Setting, dtype: str) -> list[Case]:
-    """The proximal maps and the multiplicative shrink of some rows or columns, in place, with one ceiling."""
-    w = s.array(dtype)
+def threshold_cases(s: Setting, dtype: str) -> list[Case]:
+    """The group soft-threshold and the multiplicative shrink of some rows or columns, in place, with one ceiling."""
+    op, w = "group_soft_threshold", s.array(dtype)
     probe = w.clone()
     result = []
     for axis, groups in enumerate(AXES):
         index, part = last(w, axis, s.selected), region(w, axis, s.selected)
-        traffic = 2 * part.nbytes
-        case = partial(Case, dtype=dtype, traffic=traffic, prepare=s.cold)
-        call: Callable[[], object] = partial(touch, region(probe, axis, s.selected))
-        ceiling = case("group_prox", variant=groups, implementation=CEILING, call=call)
-        result.append(ceiling)
-        for kind in ("l2", "l1"):
-            s.check("group_prox", dtype, partial(_proximal, axis=axis, kind=kind))
-            for name, call in (
-                (s.kernel, on_backend(s.kernel, group_prox, w, index, axis, kind, TINY)),
-                ("eager", partial(eager_prox, w, index, axis, kind)),
-            ):
-                variant = f"{groups}, {kind}"
-                result.append(case("group_prox", variant=variant, implementation=name, call=call, ceiling=ceiling))
-            if s.shared and groups == "columns" and kind == "l2":
-                call = on_one_thread(on_backend(s.kernel, group_prox, w, index, axis, kind, TINY))
-                result.append(
-                    case("group_prox", variant=variant, implementation=ONE_THREAD, call=call, ceiling=ceiling)
-                )
+        case = partial(Case, dtype=dtype, traffic=2 * part.nbytes, prepare=s.cold)
+        ceiling = case(op, variant=groups, implementation=CEILING, call=partial(touch, region(probe, axis, s.selected)))
+        ours = on_backend(s.kernel, group_soft_threshold, w, index, axis, TINY)
+        calls: dict[str, Callable[[], object]] = {
+            s.kernel: ours,
+            "eager": partial(eager_threshold_, w, index, axis),
+            **({ONE_THREAD: on_one_thread(ours)} if s.shared and groups == "columns" else {}),
+        }
+        s.check(op, dtype, partial(_thresholded, axis=axis))
+        result += [
+            ceiling,
+            *(case(op, variant=f"{groups}, l2", implementation=n, call=c, ceiling=ceiling) for n, c in calls.items()),
+        ]
         s.check("shrink", dtype, partial(_shrunk, axis=axis))
         for name, call in (
             # Up and down in turn would be two calls; a factor of nearly 1 leaves the numbers where they are.
@@ -225,23 +202,19 @@ def prox_cases(s: Setting, dtype: str) -> list[Case]:
     return result
 
 
-def _proximal(w: Tensor, axis: int, kind: str) -> Tensor:
-    return group_prox(w, last(w, axis), axis, kind, 0.25)
+def _thresholded(w: Tensor, axis: int) -> Tensor:
+    return group_soft_threshold(w, last(w, axis), axis, 0.25)
 
 
 def _shrunk(w: Tensor, axis: int) -> Tensor:
     return shrink(w, last(w, axis), axis, 0.75)
 
 
-def eager_prox(w: Tensor, index: Tensor, axis: int, kind: str) -> None:
-    """The proximal map of the selected slices with torch."""
+def eager_threshold_(w: Tensor, index: Tensor, axis: int) -> None:
+    """The group soft-threshold of the selected slices with torch."""
     part = w.index_select(axis, index)
-    if kind == "l1":
-        part = torch.nn.functional.softshrink(part, TINY)
-    else:
-        norm = torch.linalg.vector_norm(part, dim=1 - axis, keepdim=True, dtype=torch.float32)
-        part = (part * torch.clamp(1 - TINY / norm, min=0)).to(w.dtype)
-    w.index_copy_(axis, index, part)
+    norm = torch.linalg.vector_norm(part, dim=1 - axis, keepdim=True, dtype=torch.float32)
+    w.index_copy_(axis, index, (part * torch.clamp(1 - TINY / norm, min=0)).to(w.dtype))
 
 
 def eager_shrink(w: Tensor, index: Tensor, axis: int) -> None:
@@ -370,14 +343,13 @@ OPS: dict[str, Callable[[Setting, str], list[Case]]] = {
     "moreau_step": moreau_cases,
     "perturb": perturb_cases,
     "group_penalty": penalty_cases,
-    "group_prox": prox_cases,
     "regularised_adamw": adamw_cases,
     "residual_diff_norm": difference_cases,
     "group_importance": importance_cases,
     "slice_gather": gather_cases,
     "layer_norm_virtual": layer_norm_cases,
 }
-"""Op -> its cases for one dtype; "group_prox" brings "shrink" along."""
+"""Op -> its cases for one dtype; "group_soft_threshold" brings "shrink" along."""
 
 
 def cases(s: Setting, op: str, dtypes: list[str]) -> list[Case]:

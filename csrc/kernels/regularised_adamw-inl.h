@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kAdamLanes = 16;
 
-enum Purpose : std::uint32_t { kForWeight = 0, kForFirst = 1, kForSecond = 2, kForProx = 3 };
+enum Purpose : std::uint32_t { kForWeight = 0, kForFirst = 1, kForSecond = 2 };
 
 struct Counter {
   std::uint32_t purpose;
@@ -135,37 +135,26 @@ struct AdamLanes {
   Floats w, m, v;
 };
 
+// The gradient with the penalty's.
 template <AdamPenalty kPenalty>
-inline Floats penalised(Floats g, Floats w, Floats coefficient, const AdamNumbers& n) {
-  if constexpr (kPenalty == AdamPenalty::kL1Gradient) {
+inline Floats add_penalty(Floats g, Floats w, Floats coefficient, const AdamNumbers& n) {
+  if constexpr (kPenalty == AdamPenalty::kL1) {
     const Floats value = w + n.offset;
     return g + (value > 0.0f ? coefficient : (value < 0.0f ? -coefficient : Floats{}));
   }
-  if constexpr (kPenalty == AdamPenalty::kL2Gradient) {
+  if constexpr (kPenalty == AdamPenalty::kL2) {
     return g + (coefficient == 0.0f ? Floats{} : (w + n.offset) * coefficient);
   }
   return g;
 }
 
 template <AdamPenalty kPenalty>
-inline Floats thresholded(Floats w, Floats scale, Floats coefficient, const AdamNumbers& n) {
-  constexpr bool kAdam = kPenalty == AdamPenalty::kL1AdamProx;
-  if constexpr (!kAdam && kPenalty != AdamPenalty::kL1Prox) return w;
-  const Floats limit = kAdam ? coefficient / scale : coefficient;
-  const Floats value = w + n.offset;
-  const Floats above = value > limit ? limit : value;
-  const Floats clamped = above < -limit ? -limit : above;
-  return limit > 0.0f ? value - clamped - n.offset : w;
-}
-
-template <AdamPenalty kPenalty>
 inline AdamLanes stepped(AdamLanes x, Floats gradient, Floats coefficient, const AdamNumbers& n) {
-  const Floats g = penalised<kPenalty>(gradient * n.gradient_scale, x.w, coefficient, n);
+  const Floats g = add_penalty<kPenalty>(gradient * n.gradient_scale, x.w, coefficient, n);
   const Floats m = x.m + (g - x.m) * n.rate1;
   const Floats v = x.v * n.beta2 + g * g * n.rate2;
   const Floats scale = square_root(v) * n.root_correction + n.eps;
-  const Floats w = x.w * n.decay - n.step_size * (m / scale);
-  return {thresholded<kPenalty>(w, scale, coefficient, n), m, v};
+  return {x.w * n.decay - n.step_size * (m / scale), m, v};
 }
 
 template <class T>
@@ -258,57 +247,20 @@ void adam_update(const AdamTensor& t, const float* coefficients, const AdamOptio
                  std::int64_t end) {
   const AdamBlocks<T> blocks{t, options, AdamNumbers(t), coefficients};
   switch (coefficients == nullptr ? AdamPenalty::kNone : t.penalty) {
-    case AdamPenalty::kL1Gradient:
-      return blocks.template update<AdamPenalty::kL1Gradient>(begin, end);
-    case AdamPenalty::kL2Gradient:
-      return blocks.template update<AdamPenalty::kL2Gradient>(begin, end);
-    case AdamPenalty::kL1AdamProx:
-      return blocks.template update<AdamPenalty::kL1AdamProx>(begin, end);
-    case AdamPenalty::kL1Prox:
-      return blocks.template update<AdamPenalty::kL1Prox>(begin, end);
+    case AdamPenalty::kL1:
+      return blocks.template update<AdamPenalty::kL1>(begin, end);
+    case AdamPenalty::kL2:
+      return blocks.template update<AdamPenalty::kL2>(begin, end);
     default:
       return blocks.template update<AdamPenalty::kNone>(begin, end);
-  }
-}
-
-// One group's, or neighbouring groups', share of a row: `count` elements from `start` on, times their scales.
-inline void scale_run(const AdamTensor& t, const AdamOptions& options, std::int64_t start, std::int64_t count,
-                      const float* scales) {
-  const Counter counter{kForProx, t.step, t.stream, options.seed};
-  BFloat16* weight = static_cast<BFloat16*>(t.weight);
-  // Registers may begin anywhere in a block, and end beyond it.
-  std::uint32_t random[kAdamBlock + kWidth] = {};
-  for (std::int64_t done = 0; done < count;) {
-    const std::int64_t at = start + done, within = at % kAdamBlock;
-    const std::int64_t left = count - done, here = left < kAdamBlock - within ? left : kAdamBlock - within;
-    random_block(at / kAdamBlock, counter, random);
-    for (std::int64_t i = 0; i < here; i += kWidth) {
-      const Floats scale = t.by_row ? spread(scales[0]) : load_up_to(scales + done + i, here - i);
-      const Floats product = (load_up_to(weight + at + i, here - i) + t.offset) * scale;
-      const Floats value = (scale == 0.0f ? Floats{} : product) - t.offset;
-      store_weight(weight + at + i, value, random + within + i, here - i);
-    }
-    done += here;
-  }
-}
-
-// The l2 proximal map with stochastic rounding: every selected group times its scale; scale 0 writes zeros.
-void adam_scale(const AdamTensor& t, const AdamOptions& options, const GroupPiece* pieces, std::int64_t count,
-                const float* scales) {
-  const std::int64_t rows = t.by_row ? 1 : t.rows;
-  for (std::int64_t row = 0; row < rows; ++row) {
-    for (std::int64_t p = 0; p < count; ++p) {
-      const std::int64_t start = t.by_row ? pieces[p].first * t.cols : row * t.cols + pieces[p].first;
-      scale_run(t, options, start, t.by_row ? t.cols : pieces[p].length, scales + pieces[p].position);
-    }
   }
 }
 
 }  // namespace
 
 template <class T>
-AdamKernels adam_kernels() {
-  return {adam_update<T>, adam_scale};
+AdamKernel adam_kernel() {
+  return adam_update<T>;
 }
 
 }  // namespace PYPRUNE_TARGET_NAMESPACE

@@ -12,7 +12,7 @@ namespace pyprune {
 // Elements that share a scale of the 8-bit moments and a block of random bits.
 constexpr int kAdamBlock = 128;
 
-enum class AdamPenalty : int { kNone, kL1Gradient, kL2Gradient, kL1AdamProx, kL1Prox, kL2Prox };
+enum class AdamPenalty : int { kNone, kL1, kL2 };
 
 struct AdamTensor {
   void* weight;
@@ -27,7 +27,7 @@ struct AdamTensor {
   bool by_row;                // a group is a row, else a column
   const std::int64_t* index;  // the selected groups
   std::int64_t index_count;
-  double penalty_weight;  // lambda, or the threshold of a proximal map
+  double penalty_weight;  // lambda
   float offset;
   float decay;
   float rate1;

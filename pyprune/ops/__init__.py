@@ -10,7 +10,7 @@ from __future__ import annotations
 from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, no_triton, without_values
 from pyprune.ops.group_importance import group_importance
 from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
-from pyprune.ops.group_prox import group_prox, group_soft_threshold
+from pyprune.ops.group_soft_threshold import group_soft_threshold
 from pyprune.ops.layer_norm_virtual import layer_norm_virtual
 from pyprune.ops.moreau_step import moreau_step
 from pyprune.ops.perturb import perturb
@@ -27,7 +27,6 @@ __all__ = [
     "backend_report",
     "group_importance",
     "group_penalty",
-    "group_prox",
     "group_soft_threshold",
     "layer_norm_virtual",
     "moreau_step",

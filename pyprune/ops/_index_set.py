@@ -43,8 +43,8 @@ class Selection:
     offset: float
 
 
-def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int] | None, axis: int, offset: float) -> Selection:
-    """Check the arguments that say what to work on; no index stands for every slice.
+def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: int, offset: float) -> Selection:
+    """Check the arguments that select the slices.
 
     Raises:
         OpError: a dtype, axis, index or offset outside the op's definition.
@@ -52,10 +52,7 @@ def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int] | None,
     if w.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {w.dtype}")
     axis = checked_axis(axis, w.dim())
-    if index is None:
-        positions = torch.arange(w.shape[axis], device=w.device)
-    else:
-        positions = checked_index(index, w.shape[axis], w).contiguous()
+    positions = checked_index(index, w.shape[axis], w).contiguous()
     single = w.numel() == w.shape[axis]
     offset = rounded_scalar(offset, w.dtype, "offset")
     return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, offset)

@@ -16,7 +16,6 @@ from pyprune.ops import (
     add_group_penalty_,
     group_importance,
     group_penalty,
-    group_prox,
     group_soft_threshold,
     layer_norm_virtual,
     moreau_step,
@@ -26,7 +25,6 @@ from pyprune.ops import (
     shrink,
     slice_gather,
 )
-from pyprune.ops.group_prox.reference import proximal_map
 from pyprune.ops.moreau_step import reference as step_reference
 from pyprune.ops.regularised_adamw import Moments, Penalty
 from pyprune.ops.regularised_adamw.reference import Randomness, read_moments, write_moments
@@ -35,22 +33,6 @@ from tests.ops.test_regularised_adamw import HYPER, PENALTIES, STEP, exact_step,
 INTERPRETED = os.environ.get("PYPRUNE_GPU_TESTS") == "interpreter"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else pytest.mark.gpu
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (33, 65), (257, 4099)], ids=str)
-def test_group_soft_threshold(
-    shape: tuple[int, int], dtype: torch.dtype, axis: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYPRUNE_BACKEND", "triton")
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
-    out = torch.full_like(x, float("nan"))
-    group_soft_threshold(x, 1.0, axis, out=out)
-    exact = proximal_map(x.double(), axis, "l1" if x.numel() == 1 else "l2", 1.0)
-    unit = torch.finfo(dtype).eps
-    assert ((out.double() - exact).abs() <= unit * exact.abs() + torch.finfo(dtype).smallest_normal).all()
-    assert torch.equal(out == 0, exact.to(dtype) == 0)
 
 
 @pytest.mark.parametrize("eta", [0.0, 8.0])
@@ -113,11 +95,11 @@ class TestAgainstFloat64:
         on_gpu(call, dtype, monkeypatch)
 
     @pytest.mark.parametrize("axis", [0, 1])
-    @pytest.mark.parametrize(("kind", "threshold"), [("l1", 0.5), ("l2", 16.0), ("l2", 64.0)])
-    def test_group_prox(
-        self, kind: str, threshold: float, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("threshold", [16.0, 64.0])
+    def test_group_soft_threshold(
+        self, threshold: float, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        on_gpu(lambda w: [group_prox(w, INDEX, axis, kind, threshold)], dtype, monkeypatch, [SHAPE])
+        on_gpu(lambda w: [group_soft_threshold(w, INDEX, axis, threshold)], dtype, monkeypatch, [SHAPE])
 
     @pytest.mark.parametrize("axis", [0, 1])
     @pytest.mark.parametrize("factor", [0.0, 0.375])
@@ -186,7 +168,7 @@ class TestRegularisedAdamW:
         ):  # fmt: skip
             assert (out.double() - wanted).abs().max() <= 1e-6 * wanted.abs().max().clamp(min=1)
 
-    @pytest.mark.parametrize("case", [PENALTIES[0], PENALTIES[2], PENALTIES[5]], ids=str)
+    @pytest.mark.parametrize("case", [None, "l2"], ids=str)
     @pytest.mark.parametrize("quantised", [True, False])
     def test_random_bits_are_those_of_the_definition(
         self, quantised: bool, case: Any, monkeypatch: pytest.MonkeyPatch

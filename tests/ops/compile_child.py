@@ -45,12 +45,11 @@ def matrices(dtype: torch.dtype, count: int) -> list[torch.Tensor]:
 def groups(dtype: torch.dtype, axis: int) -> None:
     """The ops on rows or columns."""
     w, other = matrices(dtype, 2)
-    ops.group_soft_threshold(w, 0.1, axis)
+    ops.group_soft_threshold(w, INDEX, axis, 0.5, offset=1.0)
     ops.moreau_step(w, other, 0.1, 0.4, 8.0, axis)
     ops.group_importance(other, w, axis, offset=1.0)
     ops.shrink(w, INDEX, axis, 0.5, offset=1.0)
     for kind in ("l1", "l2"):
-        ops.group_prox(w, INDEX, axis, kind, 0.5, offset=1.0)
         ops.add_group_penalty_(other, w, INDEX, axis, kind, 0.5)
 
 
@@ -98,11 +97,10 @@ def main() -> None:
     groups(torch.bfloat16, 1)
     groups(torch.float32, 0)
     whole(torch.bfloat16)
-    adamw(torch.float32, False, Penalty(INDEX, 0, "l2", prox_step=0.1, solver="prox"))
-    adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l2", prox_step=0.1, solver="prox"))
+    adamw(torch.float32, False, Penalty(INDEX, 0, "l2"))
     adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l2"))
     adamw(torch.bfloat16, False, Penalty(INDEX, 0, "l1"))
-    adamw(torch.float32, True, Penalty(INDEX, 1, "l1", solver="prox"))
+    adamw(torch.float32, True, Penalty(INDEX, 1, "l1"))
     for dtype, quantised in product(DTYPES, (False, True)):
         adamw(dtype, quantised, None, 2)
     adamw(torch.bfloat16, True, Penalty(INDEX, 1, "l1"), 2)

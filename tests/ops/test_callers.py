@@ -37,12 +37,12 @@ def product() -> Iterable[Path]:
 
 def test_every_op_has_a_caller() -> None:
     exported = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
-    assert "group_prox" in exported
+    assert "group_soft_threshold" in exported
     called = set().union(*(calls_of_ops(path.read_text(encoding="utf-8")) for path in product()))
     assert sorted(exported - called) == [], "exported by pyprune.ops, and called nowhere in pyprune/ or serving/"
 
 
 def test_an_import_alone_is_no_call() -> None:
-    imported = "from pyprune.ops import shrink, group_prox as prox\nfrom pyprune import ops\n"
+    imported = "from pyprune.ops import moreau_step, group_penalty as penalty\nfrom pyprune import ops\n"
     assert calls_of_ops(imported) == set()
-    assert calls_of_ops(imported + "prox(w)\nops.perturb(w)\nother.shrink(w)\n") == {"group_prox", "perturb"}
+    assert calls_of_ops(imported + "penalty(w)\nops.perturb(w)\nother.moreau_step(w)\n") == {"group_penalty", "perturb"}

@@ -18,7 +18,6 @@ from pyprune.ops import (
     backend_report,
     group_importance,
     group_penalty,
-    group_prox,
     group_soft_threshold,
     moreau_step,
     perturb,
@@ -40,7 +39,7 @@ def test_auto_logs_its_reason_once(
     _dispatch._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="pyprune.ops"):
         for _ in range(3):
-            group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+            group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     expected = "cpp" if available_isas() else "python"
@@ -60,8 +59,7 @@ def test_auto_does_not_choose_tritons_interpreter(
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("threshold", lambda w: group_soft_threshold(w, 1e39, 0)),
-        ("threshold", lambda w: group_prox(w, [0], 0, "l2", 1e39)),
+        ("threshold", lambda w: group_soft_threshold(w, [0], 0, 1e39)),
         ("gamma", lambda w: moreau_step(w, w.clone(), 1e39, 1e39, 0.0, 0)),
         ("gamma * eta", lambda w: moreau_step(w, w.clone(), 1e20, 1e20, 1e20, 0)),
         ("penalty_weight", lambda w: add_group_penalty_(w.clone(), w, [0], 0, "l2", 1e39)),
@@ -88,7 +86,7 @@ def test_float64_holds_scalars_that_float32_does_not() -> None:
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYPRUNE_BACKEND", "tritn")
     with pytest.raises(BackendError, match="Did you mean 'triton'"):
-        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+        group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
 
 
 def test_explicit_backend_that_an_op_does_not_have(use_backend: Callable[[str], None]) -> None:
@@ -102,14 +100,14 @@ def test_triton_without_gpu_or_interpreter(use_backend: Callable[[str], None], m
     use_backend("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1"):
-        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+        group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
 
 
 def test_cpp_without_the_extension(use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "extension", lambda: None)
     use_backend("cpp")
     with pytest.raises(BackendError, match="not built"):
-        group_soft_threshold(torch.ones(2, 2), 0.5, 0)
+        group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
     assert _dispatch.available_isas() == []
     assert "not built" in backend_report()["cpp"]
 

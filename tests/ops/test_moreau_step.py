@@ -103,7 +103,7 @@ def group_soft_threshold_float64(x: torch.Tensor, threshold: float) -> torch.Ten
 
 def test_is_step_then_threshold(backend: str) -> None:
     delta, grad = tensors(33, 65, torch.float32)
-    expected = group_soft_threshold(stepped(delta, grad, 0.0, 1), GAMMA * ETA, 1)
+    expected = group_soft_threshold(stepped(delta, grad, 0.0, 1), range(delta.shape[1]), 1, GAMMA * ETA)
     assert torch.allclose(stepped(delta, grad, ETA, 1), expected, rtol=1e-5, atol=1e-7)
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,26 +24,18 @@ SHAPES = [(33, 65), (5, 2049), (130, 129), (601, 5)]
 # Exact in float32 together with their product, so that float64 sees the same thresholds.
 HYPER = Hyper(lr=2.0**-6, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.125)
 STRENGTH = 0.125
-PENALTIES = [
-    None,
-    ("l1", "subgradient", None),
-    ("l2", "subgradient", None),
-    ("l1", "prox", None),
-    ("l1", "prox", 0.25),
-    ("l2", "prox", 0.25),
-]
+PENALTIES = [None, "l1", "l2"]
 STEP = 5
 
 
-def penalty_for(case: Any, size: int, axis: int, offset: float = 0.0, *, last: bool = False) -> Penalty | None:
+def penalty_for(case: Any, size: int, axis: int, *, last: bool = False) -> Penalty | None:
     """Every third group and the last two, out of order; or the last quarter, which are neighbours (DReSS's `last`)."""
     if case is None:
         return None
     index = sorted({*range(0, size, 3), *range(max(0, size - 2), size)}, reverse=True)
     if last:
         index = list(range(size - -(-size // 4), size))
-    kind, solver, prox_step = case
-    return Penalty(torch.tensor(index), axis, kind, STRENGTH, solver, prox_step, offset)
+    return Penalty(torch.tensor(index), axis, case, STRENGTH)
 
 
 def tensors(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, Moments]:
@@ -63,7 +54,7 @@ def exact_step(
     """The reference in float64, on the scalars that every backend rounds to float32."""
     w, m = weight.double(), Moments(moments.first.double(), moments.second.double())
     scalars = Scalars.of(HYPER, STEP, 1.0, torch.float32)
-    step_tensor(w, gradient.double(), m, HYPER, scalars, penalty, Randomness(0, STEP, 0), stochastic=False)
+    step_tensor(w, gradient.double(), m, scalars, penalty, Randomness(0, STEP, 0), stochastic=False)
     return w, m
 
 
@@ -73,24 +64,15 @@ def plain_step(
     """The formulas as one would write them, every step in the weight's own dtype."""
     beta1, beta2 = HYPER.betas
     m, v = moments.first.to(w.dtype), moments.second.to(w.dtype)
-    mask = torch.ones_like(w)
     if penalty is not None:
-        mask.fill_(0).index_fill_(penalty.axis, penalty.index, 1.0)
+        mask = torch.zeros_like(w).index_fill_(penalty.axis, penalty.index, 1.0)
         norm = w.norm(dim=1 - penalty.axis, keepdim=True)
-        if penalty.solver == "subgradient":
-            slope = w.sign() if penalty.kind == "l1" else torch.where(norm == 0, 0.0, w / norm)
-            g = g + STRENGTH * mask * slope
+        slope = w.sign() if penalty.kind == "l1" else torch.where(norm == 0, 0.0, w / norm)
+        g = g + STRENGTH * mask * slope
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + g * g * (1 - beta2)
     scale = v.sqrt() / math.sqrt(1 - beta2**STEP) + HYPER.eps
     w = w * (1 - HYPER.lr * HYPER.weight_decay) - HYPER.lr / (1 - beta1**STEP) * (m / scale)
-    if penalty is not None and penalty.solver == "prox":
-        limit = mask * penalty.threshold(HYPER.lr) / (scale if penalty.in_adam_metric else 1.0)
-        shrunk = w - torch.minimum(torch.maximum(w, -limit), limit)
-        if penalty.kind == "l2":
-            norm = w.norm(dim=1 - penalty.axis, keepdim=True)
-            shrunk = torch.where(norm <= STRENGTH * 0.25, 0.0, w * (1 - STRENGTH * 0.25 / norm))
-        w = torch.where(mask > 0, shrunk, w)
     return w, m, v
 
 
@@ -142,32 +124,15 @@ def test_equals_torchs_adamw_without_a_penalty(backend: str) -> None:
             assert (weight - parameter).abs().max() <= 1e-6 * parameter.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [("l1", "prox", None), ("l1", "prox", 64.0), ("l2", "prox", 1024.0)], ids=str)
-@pytest.mark.parametrize("axis", [0, 1])
-def test_prox_removes_exactly_and_only_the_selected(backend: str, axis: int, case: Any, dtype: torch.dtype) -> None:
-    weight, gradient, moments = tensors((9, 12), dtype)
-    free = weight.clone()
-    copied = Moments(moments.first.clone(), moments.second.clone())
-    penalty = replace(Penalty(torch.tensor([1, 4]), axis, *case[:1], 1e4, "prox", case[2]))  # type: ignore[arg-type]
-    regularised_adamw([weight], [gradient], [moments], HYPER, steps=STEP, penalties=[penalty])
-    regularised_adamw([free], [gradient], [copied], HYPER, steps=STEP)
-    selected = torch.zeros(weight.shape[axis], dtype=torch.bool)
-    selected[[1, 4]] = True
-    cut = weight if axis == 0 else weight.t()
-    kept = free if axis == 0 else free.t()
-    assert torch.equal(cut[selected], torch.zeros_like(cut[selected]))
-    assert not torch.signbit(cut[selected]).any()
-    assert torch.equal(cut[~selected], kept[~selected])
-
-
-def test_offset_penalises_one_plus_w(backend: str) -> None:
-    weight = torch.tensor([-1.0, -0.5, 0.5])
-    penalty = Penalty(torch.tensor([0, 1, 2]), 0, "l1", 1.0, "prox", 0.25, offset=1.0)
-    regularised_adamw(
-        [weight], [torch.zeros(3)], [Moments.zeros(weight)], Hyper(2.0**-6), steps=1, penalties=[penalty]
-    )  # fmt: skip
-    assert weight.tolist() == [-1.0, -0.75, 0.25]
+@pytest.mark.parametrize("kind", ["l1", "l2"])
+def test_offset_penalises_one_plus_w(backend: str, kind: Any) -> None:
+    weight, index = torch.tensor([[-1.0, -1.0], [-0.5, -1.0], [0.5, -1.0]]), torch.tensor([0, 1, 2])
+    moments = Moments.zeros(weight)
+    penalty = Penalty(index, 0, kind, 1.0, offset=1.0)
+    # After one step the first moment is the gradient times 1 - beta1.
+    hyper = Hyper(lr=0.0, betas=(0.5, 0.5))
+    regularised_adamw([weight], [torch.zeros(3, 2)], [moments], hyper, steps=1, penalties=[penalty])
+    assert moments.first.tolist() == [[0.0, 0.0], [0.5, 0.0], [0.5, 0.0]]
 
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
@@ -357,18 +322,17 @@ def test_nan_and_infinity_stay_where_they_are(backend: str) -> None:
 
 
 def test_nan_reaches_its_group_in_l2_penalties_and_infinity_leaves_it_unpenalised(backend: str) -> None:
-    for solver in ("subgradient", "prox"):
-        weight = torch.ones(4, 6)
-        weight[0, 3], weight[1, 2], weight[3, 1] = math.nan, math.inf, math.nan
-        free = weight.clone()
-        penalty = Penalty(torch.tensor([0, 1, 2]), 0, "l2", 0.1, solver)  # type: ignore[arg-type]
-        gradient = torch.ones(4, 6)
-        regularised_adamw([weight], [gradient], [Moments.zeros(weight)], HYPER, steps=1, penalties=[penalty])
-        regularised_adamw([free], [gradient], [Moments.zeros(free)], HYPER, steps=1)
-        assert torch.isnan(weight[0]).all()
-        assert torch.equal(weight[1], free[1])
-        assert torch.isfinite(weight[2]).all()
-        assert torch.isnan(weight[3]).sum() == 1
+    weight = torch.ones(4, 6)
+    weight[0, 3], weight[1, 2], weight[3, 1] = math.nan, math.inf, math.nan
+    free = weight.clone()
+    penalty = Penalty(torch.tensor([0, 1, 2]), 0, "l2", 0.1)
+    gradient = torch.ones(4, 6)
+    regularised_adamw([weight], [gradient], [Moments.zeros(weight)], HYPER, steps=1, penalties=[penalty])
+    regularised_adamw([free], [gradient], [Moments.zeros(free)], HYPER, steps=1)
+    assert torch.isnan(weight[0]).all()
+    assert torch.equal(weight[1], free[1])
+    assert torch.isfinite(weight[2]).all()
+    assert torch.isnan(weight[3]).sum() == 1
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((4,), 0), ((4, 1), 0), ((1, 4), 1), ((4, 3), 0), ((3, 4), 1)], ids=str)
@@ -418,11 +382,11 @@ def test_parameters_are_changed_in_place_and_autograd_is_told(backend: str) -> N
 
 def test_a_middle_axis_runs_on_the_reference(use_backend: Callable[[str], None]) -> None:
     use_backend("auto")
-    cube = torch.randn(3, 4, 5)
-    penalty = Penalty(torch.tensor([1]), 1, "l2", 1e6, "prox", 1.0)
-    regularised_adamw([cube], [torch.zeros(3, 4, 5)], [Moments.zeros(cube)], HYPER, steps=1, penalties=[penalty])
-    assert (cube[:, 1] == 0).all()
-    assert (cube[:, 0] != 0).all()
+    cube, moments = torch.randn(3, 4, 5), Moments.zeros(torch.zeros(3, 4, 5))
+    penalty = Penalty(torch.tensor([1]), 1, "l2", 1.0)
+    regularised_adamw([cube], [torch.zeros(3, 4, 5)], [moments], HYPER, steps=1, penalties=[penalty])
+    assert (moments.first[:, 1] != 0).all()
+    assert (moments.first[:, [0, 2, 3]] == 0).all()
     use_backend("triton")
     with pytest.raises(BackendError, match="middle"):
         regularised_adamw([cube], [cube], [Moments.zeros(cube)], HYPER, steps=1, penalties=[penalty])
@@ -469,7 +433,6 @@ def test_bad_arguments() -> None:
         "eps is 1e\\+39": {"hyper": Hyper(eps=1e39)},
         "gradient_scale is inf": {"gradient_scales": [math.inf]},
         "penalty_weight is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", 1e39)]},
-        "step size is 1e\\+40": {"penalties": [Penalty(torch.tensor([0]), 0, "l1", 1e20, "prox", 1e20)]},
         "offset is 1e\\+39": {"penalties": [Penalty(torch.tensor([0]), 0, offset=1e39)]},
         "steps count from 1": {"steps": 0},
         "seed": {"seed": -1},
@@ -480,7 +443,6 @@ def test_bad_arguments() -> None:
         "moments.first_scale": {"moments": Moments(m.first.byte(), m.second.byte(), torch.zeros(2), torch.zeros(1))},
         "int64": {"weight": w.long(), "gradient": w.long()},
         "penalty_weight": {"penalties": [Penalty(torch.tensor([0]), 0, "l2", -1.0)]},
-        "solver": {"penalties": [Penalty(torch.tensor([0]), 0, solver="proxy")]},  # type: ignore[arg-type]
         "Unknown kind": {"penalties": [Penalty(torch.tensor([0]), 0, kind="l3")]},  # type: ignore[arg-type]
         "0 to 3": {"penalties": [Penalty(torch.tensor([4]), 0)]},
         "entries": {"penalties": [None, None]},
@@ -499,7 +461,7 @@ def test_the_bindings_check_what_they_are_given() -> None:
     index = torch.tensor([0])
 
     def make(weight: torch.Tensor = w, state: tuple[torch.Tensor, ...] = (m, v), **more: Any) -> Any:
-        arguments = {"penalty": "none", "index": index, "by_row": True, "penalty_weight": 0.0, "offset": 0.0} | more
+        arguments = {"penalty": "l2", "index": index, "by_row": True, "penalty_weight": 0.0, "offset": 0.0} | more
         arguments["index"] = view(arguments["index"])
         return module.AdamTensor(
             view(weight), view(g), [view(t) for t in state], [1.0] * 8, step=1, stream=0, **arguments
@@ -590,9 +552,7 @@ class TestManyWeightsInOneLaunch:
         launches.clear()
         together = self.after(torch.bfloat16, True, penalties, together=True)
         assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
-        # The l2 proximal map comes after the pass, in which its weights go with those that have no penalty.
-        passes = [name for name in launches if name.startswith("_update")]
-        assert passes == ["_update_many"] * (2 if case[:2] == ("l2", "prox") else 4)
+        assert [name for name in launches if name.startswith("_update")] == ["_update_many"] * 4
 
     def test_tables_are_made_once(self, launches: list[str]) -> None:
         from pyprune.ops.regularised_adamw import triton as kernels

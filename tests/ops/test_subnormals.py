@@ -57,12 +57,7 @@ def shrink_from_one(axis: int, dtype: torch.dtype, held: torch.dtype) -> list[to
 
 
 def soft_threshold(axis: int, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
-    return [ops.group_soft_threshold(tiny(dtype, 0).to(held), threshold(dtype, axis), axis)]
-
-
-def prox(axis: int, kind: str, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
-    limit = threshold(dtype, axis) if kind == "l2" else torch.finfo(dtype).smallest_normal / 2
-    return [ops.group_prox(tiny(dtype, 0).to(held), INDEX, axis, kind, limit)]
+    return [ops.group_soft_threshold(tiny(dtype, 0).to(held), INDEX, axis, threshold(dtype, axis))]
 
 
 def penalty(axis: int, kind: str, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
@@ -94,13 +89,11 @@ def residual_l1(dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
 
 def adamw(kind: str, stochastic: bool, quantised: bool, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
     w, gradient = tiny(dtype, 0).to(held), tiny(dtype, 1).to(held)
-    smallest, limit = torch.finfo(dtype).smallest_normal, threshold(dtype, 0)
+    smallest = torch.finfo(dtype).smallest_normal
     penalties = {
         "none": None,
         "l1": Penalty(INDEX, 0, "l1", penalty_weight=smallest),
         "l2": Penalty(INDEX, 0, "l2", penalty_weight=smallest),
-        "l1-prox": Penalty(INDEX, 0, "l1", penalty_weight=limit, solver="prox", prox_step=0.125),
-        "l2-prox": Penalty(INDEX, 0, "l2", penalty_weight=limit, solver="prox", prox_step=1.0),
     }
     moments = Moments.zeros(w, quantised=quantised)
     regularised_adamw(
@@ -114,7 +107,6 @@ EXACT: dict[str, Run] = {
     **{f"shrink-{a}-{f:.0e}": partial(shrink, a, f) for a in (0, 1) for f in (torch.tensor(0.3).item(), 2.0**-126)},
     **{f"shrink_from_one-{a}": partial(shrink_from_one, a) for a in (0, 1)},
     **{f"group_soft_threshold-{a}": partial(soft_threshold, a) for a in (0, 1)},
-    **{f"group_prox-{a}-{k}": partial(prox, a, k) for a in (0, 1) for k in ("l1", "l2")},
     **{f"group_penalty-{a}-{k}": partial(penalty, a, k) for a in (0, 1) for k in ("l1", "l2")},
     **{f"moreau_step-{a}-{e}": partial(moreau, a, e) for a in (0, 1) for e in (0.0, 0.5)},
     **{f"group_importance-{a}-{s}": partial(importance, a, s) for a in (0, 1) for s in (False, True)},
@@ -122,7 +114,7 @@ EXACT: dict[str, Run] = {
     "residual_diff_norm-l1": residual_l1,
     **{
         f"regularised_adamw-{k}-{s}-{q}": partial(adamw, k, s, q)
-        for k in ("none", "l1", "l2", "l1-prox", "l2-prox")
+        for k in ("none", "l1", "l2")
         for s in (False, True)
         for q in (False, True)
     },
@@ -226,7 +218,6 @@ def test_the_gradient_of_a_subnormal_norm_is_finite(backend: str, difference: li
 def test_a_subnormal_scalar(backend: str, dtype: torch.dtype, limit: float) -> None:
     """Triton's interpreter takes such a number for a float64, which has no bfloat16 in its upper half."""
     values = torch.tensor([1.0, -1.0, 0.0, 2.0**-20])[:, None].to(dtype)
-    assert torch.equal(ops.group_prox(values.clone(), [0, 1, 2, 3], 0, "l1", limit), values)
-    assert torch.equal(ops.group_soft_threshold(values, limit, 0), values)
+    assert torch.equal(ops.group_soft_threshold(values.clone(), [0, 1, 2, 3], 0, limit), values)
     assert torch.equal(ops.slice_gather(values, None, None, limit), (values.float() * limit).to(dtype))
     assert torch.equal(ops.shrink(values.clone(), [0, 1, 2, 3], 0, limit), (values.float() * limit).to(dtype))

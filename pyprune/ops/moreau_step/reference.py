@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pyprune.ops.group_prox.reference import proximal_map
+from pyprune.ops.group_soft_threshold.reference import soft_threshold
 
 
 class StepSums(NamedTuple):
@@ -33,6 +33,6 @@ def moreau_step(
     before = delta.to(torch.float64 if delta.dtype == torch.float64 else torch.float32, copy=True)
     stepped = before * decay - grad.to(before.dtype) * gamma
     if threshold > 0:
-        stepped = proximal_map(stepped, axis, "l2", threshold)
+        stepped = soft_threshold(stepped, axis, threshold)
     after = delta.copy_(stepped).to(before.dtype)
     return StepSums(*(x.double().square().sum() for x in (after - before, after)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import cast
@@ -52,15 +51,14 @@ def regularised_adamw(
 ) -> None:
     """One step of decoupled AdamW (Loshchilov and Hutter, 2019) on many weights, in place.
 
-    For each weight: the penalty's subgradient joins the gradient (``solver="subgradient"``), the moments move, the
-    weight decays and steps as ``torch.optim.AdamW`` does it, and the penalty's proximal map follows
-    (``solver="prox"``). Weight, gradient and moments pass through memory once; the l2 penalties read the selected
-    slices once more for their norms, and the l2 proximal map writes them once more.
+    For each weight: lambda times the penalty's gradient joins the gradient, the moments move, and the weight decays and
+    steps as ``torch.optim.AdamW`` does it. Weight, gradient and moments pass through memory once; the l2 penalties read
+    the selected slices once more for their norms.
 
     Without a penalty, float32 weights agree with ``torch.optim.AdamW`` to 1e-6 of the largest weight over 20 steps.
 
     NaN and infinities: an element whose gradient is NaN or infinite becomes NaN itself; others do not, except in the
-    same group of an l2 penalty (NaN only; a group with an infinity has no penalty; the subgradient of a group with a
+    same group of an l2 penalty (NaN only; a group with an infinity has no penalty; the gradient of a group with a
     norm below 3e-39 is shorter than the weight of the penalty, as in ``group_penalty``), and in the same 128 elements
     of 8-bit moments, which become NaN from the next step on.
 
@@ -97,7 +95,7 @@ def regularised_adamw(
         _check_tensors(weights[0], weight, gradient, own)
     for step, scale in {*zip(numbers, scales, strict=True)}:
         Scalars.of(hyper, step, scale, weights[0].dtype)
-    checked = [_checked_penalty(p, w, hyper.lr) for p, w in zip(own_penalties, weights, strict=True)]
+    checked = [_checked_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
     randoms = [Randomness(seed, step, stream) for step, stream in zip(numbers, own_streams, strict=True)]
     stochastic = stochastic and weights[0].dtype == torch.bfloat16
     checks: dict[Backend, Check] = {
@@ -149,25 +147,21 @@ def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Ten
             raise OpError(f"moments.{name} must be contiguous and on {weight.device}")
 
 
-def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor, lr: float) -> Penalty | None:
+def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | None:
     if penalty is None:
         return None
     checked_kind(penalty.kind)
     checked_threshold(penalty.penalty_weight, "penalty_weight")
-    if penalty.prox_step is not None:
-        checked_threshold(penalty.prox_step, "prox_step")
-    if penalty.solver not in ("subgradient", "prox"):
-        raise OpError(f"solver is {penalty.solver!r}, must be 'subgradient' or 'prox'")
-    _weight_of(penalty, lr, weight.dtype)
+    penalty_weight = rounded_scalar(penalty.penalty_weight, weight.dtype, "penalty_weight")
     offset = rounded_scalar(penalty.offset, weight.dtype, "offset")
     axis = checked_axis(penalty.axis, weight.dim())
-    index = checked_index(penalty.index, weight.shape[axis], weight)
-    kind = penalty.kind
-    if penalty.solver == "subgradient" and weight.numel() == weight.shape[axis]:
-        # Of slices of one element both norms are the same, and the gradient of l1 is exact.
-        kind = "l1"
     # In order, neighbours are found by the kernels and read together.
-    return replace(penalty, axis=axis, kind=kind, offset=offset, index=index.sort().values)
+    index = checked_index(penalty.index, weight.shape[axis], weight).sort().values
+    if not index.numel():
+        return None
+    # Both norms of a slice of one element are equal, and the gradient of l1 is exact.
+    kind = "l1" if weight.numel() == weight.shape[axis] else penalty.kind
+    return Penalty(index, axis, kind, penalty_weight, offset)
 
 
 def _no_kernel(
@@ -188,22 +182,6 @@ def _matrix_of(weight: torch.Tensor, penalty: Penalty | None) -> tuple[int, int,
     return 1, weight.numel(), True
 
 
-def _kind(penalty: Penalty | None) -> str:
-    if penalty is None:
-        return "none"
-    if penalty.in_adam_metric:
-        return "l1-adam-prox"
-    return f"{penalty.kind}-{penalty.solver}"
-
-
-def _weight_of(penalty: Penalty | None, lr: float, dtype: torch.dtype) -> float:
-    if penalty is None:
-        return 0.0
-    if penalty.solver == "subgradient":
-        return rounded_scalar(penalty.penalty_weight, dtype, "penalty_weight")
-    return rounded_scalar(penalty.threshold(lr), dtype, "penalty_weight * step size")
-
-
 def _run_triton(
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
@@ -222,12 +200,8 @@ def _run_triton(
             continue
         rows, cols, by_row = _matrix_of(weight, penalties[i])
         scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
-        penalty_weight = _weight_of(penalties[i], hyper.lr, weight.dtype)
-        matrix, slope, kind = weight.view(rows, cols), gradients[i].view(rows, cols), _kind(penalties[i])
-        step = kernels.Step(
-            matrix, slope, moments[i], scalars, penalties[i], kind, by_row, penalty_weight, randoms[i]
-        )  # fmt: skip
-        steps.append(step)
+        matrix, slope = weight.view(rows, cols), gradients[i].view(rows, cols)
+        steps.append(kernels.Step(matrix, slope, moments[i], scalars, penalties[i], by_row, randoms[i]))
     kernels.step_tensors(steps, stochastic=stochastic)
 
 
@@ -242,20 +216,19 @@ def _run_cpp(
     stochastic: bool,
 ) -> None:
     module = cast(ModuleType, extension())
-    nothing = tensor_view(torch.zeros(0, dtype=torch.int64))
+    nothing = Penalty(torch.zeros(0, dtype=torch.int64), 0, penalty_weight=0.0)
     bound = []
     for i, weight in enumerate(weights):
-        penalty, own = penalties[i], moments[i]
-        rows, cols, by_row = _matrix_of(weight, penalty)
+        penalty, own = penalties[i] or nothing, moments[i]
+        rows, cols, by_row = _matrix_of(weight, penalties[i])
         scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
         state = [own.first, own.second, own.first_scale, own.second_scale]
         bound.append(
             module.AdamTensor(
                 tensor_view(weight.view(rows, cols)), tensor_view(gradients[i].view(rows, cols)),
                 [tensor_view(t) for t in state if t is not None], [*vars(scalars).values()],
-                randoms[i].step, randoms[i].stream, _kind(penalty),
-                nothing if penalty is None else tensor_view(penalty.index), by_row,
-                _weight_of(penalty, hyper.lr, weight.dtype), 0.0 if penalty is None else float(penalty.offset),
+                randoms[i].step, randoms[i].stream, penalty.kind, tensor_view(penalty.index), by_row,
+                penalty.penalty_weight, penalty.offset,
             )
         )  # fmt: skip
     module.regularised_adamw(bound, randoms[0].seed, stochastic, threads())

@@ -15,7 +15,7 @@ from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.philox import BLOCK, random16
 from pyprune.ops.rounding import round_stochastically
 
-PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND, PURPOSE_PROX = range(4)
+PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND = range(3)
 FIRST_BITS, SECOND_BITS = 3, 4
 """Mantissa bits of the stored moments; the first moment needs one bit for its sign."""
 _AT_ONCE = BLOCK << 12
@@ -23,36 +23,21 @@ _AT_ONCE = BLOCK << 12
 
 @dataclass(frozen=True)
 class Penalty:
-    """A group penalty on selected slices of one weight, handled inside the optimizer's pass.
+    """A group penalty on selected slices of one weight, whose gradient joins the loss's in the optimizer's pass.
 
     Attributes:
         index: the selected positions along ``axis``, each at most once; may be empty.
         axis: the dimension that ``index`` counts along.
         kind: "l2" (norm of each slice, not squared) or "l1" (sum of absolute values).
         penalty_weight: lambda, >= 0.
-        solver: "subgradient" adds lambda times the penalty's gradient to the loss's gradient; "prox" applies the
-            proximal map after the step.
-        prox_step: step size of the proximal map. None: the learning rate, for l1 in Adam's diagonal metric
-            (threshold ``lambda * lr / (sqrt(v_hat) + eps)``), for l2 in the Euclidean one.
-        offset: what is penalised is ``w + offset`` (1 for norms that multiply by 1 + w).
+        offset: penalise ``w + offset`` (1 for norms that multiply by 1 + w).
     """
 
     index: Tensor
     axis: int
     kind: Literal["l1", "l2"] = "l2"
     penalty_weight: float = 1e-3
-    solver: Literal["subgradient", "prox"] = "subgradient"
-    prox_step: float | None = None
     offset: float = 0.0
-
-    def threshold(self, lr: float) -> float:
-        """Threshold of the proximal map (before Adam's metric)."""
-        return self.penalty_weight * (lr if self.prox_step is None else self.prox_step)
-
-    @property
-    def in_adam_metric(self) -> bool:
-        """Whether the threshold is divided by each element's ``sqrt(v_hat) + eps``."""
-        return self.solver == "prox" and self.kind == "l1" and self.prox_step is None
 
 
 @dataclass
@@ -164,87 +149,44 @@ def step_tensor(
     weight: Tensor,
     gradient: Tensor,
     moments: Moments,
-    hyper: Hyper,
     scalars: Scalars,
     penalty: Penalty | None,
     random: Randomness,
     *,
     stochastic: bool,
 ) -> None:
-    """One step of one weight, in place: gradient (and penalty), moments, decay and step, proximal map.
+    """One step of one weight, in place: gradient and penalty, moments, decay and step.
 
-    Arithmetic in float32 (float64 for float64 weights); the weight is rounded once, and once more by the l2
-    proximal map, which needs the norms of what the step has written.
+    Arithmetic in float32 (float64 for float64 weights); the weight is rounded once.
     """
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     w, g = weight.detach().to(wide), gradient.detach().to(wide) * scalars.gradient_scale
-    if penalty is not None and penalty.solver == "subgradient":
-        g = g + _penalty_gradient(w, penalty)
+    if penalty is not None:
+        _add_penalty_gradient(g, w, penalty)
     m, v = read_moments(moments, wide)
     m = m + (g - m) * scalars.rate1
     v = v * scalars.beta2 + g * g * scalars.rate2
     scale = _root(v) * scalars.root_correction + scalars.eps
     w = w * scalars.decay - scalars.step_size * (m / scale)
-    if penalty is not None and penalty.solver == "prox" and penalty.kind == "l1":
-        w = _l1_prox(w, scale, penalty, hyper.lr)
     write_moments(moments, m, v, random)
-    _store(weight, w, random, PURPOSE_WEIGHT, stochastic=stochastic)
-    if penalty is not None and penalty.solver == "prox" and penalty.kind == "l2":
-        _store(
-            weight, _l2_prox(weight.detach().to(wide), penalty, hyper.lr), random, PURPOSE_PROX, stochastic=stochastic
-        )
-
-
-def _selected(w: Tensor, penalty: Penalty) -> Tensor:
-    """1 on the selected slices and 0 elsewhere, broadcastable to ``w``."""
-    mask = torch.zeros(w.shape[penalty.axis], dtype=w.dtype, device=w.device)
-    mask[penalty.index] = 1
-    shape = [1] * w.dim()
-    shape[penalty.axis] = -1
-    return mask.view(shape)
-
-
-def _norms(value: Tensor, penalty: Penalty) -> Tensor:
-    others = tuple(d for d in range(value.dim()) if d != penalty.axis)
-    if not others:
-        return value.double().abs()
-    norms: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True, dtype=torch.float64)
-    return norms
-
-
-def _penalty_gradient(w: Tensor, penalty: Penalty) -> Tensor:
-    value = w + penalty.offset
-    penalty_weight = rounded_scalar(penalty.penalty_weight, w.dtype)
-    if penalty.kind == "l1":
-        return value.sign() * (_selected(w, penalty) * penalty_weight)
-    # The subgradient at an all-zero slice is 0, as is that of a slice with an infinity; a NaN reaches its whole slice.
-    factor = slope_scales(_norms(value, penalty), penalty_weight, w.dtype)
-    factor = torch.where(_selected(w, penalty) > 0, factor, 0.0)
-    return torch.where(factor == 0, 0.0, value * factor)
-
-
-def _l1_prox(w: Tensor, scale: Tensor, penalty: Penalty, lr: float) -> Tensor:
-    threshold = _selected(w, penalty) * rounded_scalar(penalty.threshold(lr), w.dtype)
-    limit = threshold / scale if penalty.in_adam_metric else threshold.expand_as(w)
-    value = w + penalty.offset
-    # Written as a difference to the clamped value, so that what is cut is exactly zero.
-    return torch.where(limit > 0, value - torch.clamp(value, -limit, limit) - penalty.offset, w)
-
-
-def _l2_prox(w: Tensor, penalty: Penalty, lr: float) -> Tensor:
-    threshold = rounded_scalar(penalty.threshold(lr), w.dtype)
-    value = w + penalty.offset
-    norms = _norms(value, penalty)
-    factor = (1 - threshold / norms).to(w.dtype)
-    shrunk = (value * factor).masked_fill(norms <= threshold, 0.0) - penalty.offset
-    return torch.where(_selected(w, penalty) > 0, shrunk, w)
-
-
-def _store(weight: Tensor, value: Tensor, random: Randomness, purpose: int, *, stochastic: bool) -> None:
     if stochastic and weight.dtype == torch.bfloat16:
-        bits = random.bits(weight.numel(), purpose, weight.device).view(weight.shape)
-        value = round_stochastically(value, bits)
-    weight.detach().copy_(value)
+        bits = random.bits(weight.numel(), PURPOSE_WEIGHT, weight.device).view(weight.shape)
+        w = round_stochastically(w, bits)
+    weight.detach().copy_(w)
+
+
+def _add_penalty_gradient(g: Tensor, w: Tensor, penalty: Penalty) -> None:
+    """Add lambda times the gradient of the penalty: none for a zero or infinite slice, NaN for a slice with NaN."""
+    axis = penalty.axis
+    value = w.index_select(axis, penalty.index) + penalty.offset
+    if penalty.kind == "l1":
+        slope = value.sign() * penalty.penalty_weight
+    else:
+        others = tuple(d for d in range(w.dim()) if d != axis)
+        norms = torch.linalg.vector_norm(value, dim=others, keepdim=True, dtype=torch.float64)
+        factor = slope_scales(norms, penalty.penalty_weight, w.dtype)
+        slope = torch.where(factor == 0, 0.0, value * factor)
+    g.index_add_(axis, penalty.index, slope)
 
 
 def read_moments(moments: Moments, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -380,6 +322,4 @@ def regularised_adamw(
     """:func:`step_tensor` for every tensor."""
     for i, weight in enumerate(weights):
         scalars = Scalars.of(hyper, steps[i], gradient_scales[i], weight.dtype)
-        step_tensor(
-            weight, gradients[i], moments[i], hyper, scalars, penalties[i], randoms[i], stochastic=stochastic
-        )  # fmt: skip
+        step_tensor(weight, gradients[i], moments[i], scalars, penalties[i], randoms[i], stochastic=stochastic)

@@ -17,12 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, shrink_scales, to_storage, upper_half
+from pyprune.ops._triton import launch, load_float32, to_storage, upper_half
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.group_penalty.triton import group_sums
 from pyprune.ops.regularised_adamw.reference import (
     PURPOSE_FIRST,
-    PURPOSE_PROX,
     PURPOSE_SECOND,
     PURPOSE_WEIGHT,
     Moments,
@@ -32,9 +31,7 @@ from pyprune.ops.regularised_adamw.reference import (
 )
 
 BLOCKS = 8
-GROUPS = 32
-STEP = 64
-KINDS = {"none": 0, "l1-subgradient": 1, "l2-subgradient": 2, "l1-adam-prox": 3, "l1-prox": 4, "l2-prox": 5}
+KINDS = {"l1": 1, "l2": 2}
 
 
 @triton.jit
@@ -148,12 +145,6 @@ def _blocks(
     root = tl.sqrt_rn(v)
     scale = root * root_correction + eps
     w = w * decay - step_size * tl.div_rn(m, scale)
-    if KIND == 3 or KIND == 4:
-        limit = tl.div_rn(coefficient, scale) if KIND == 3 else coefficient
-        value = w + offset
-        clamped = tl.where(value > limit, limit, value)
-        clamped = tl.where(clamped < -limit, -limit, clamped)
-        w = tl.where(limit > 0, value - clamped - offset, w)
     if QUANTISED:
         bits = _bits(block, lane, part, tl.full((), FOR_FIRST, tl.int32), step, stream, key0, key1)
         codes, scales = _encode(tl.where(inside, m, 0.0), bits, 3, True)
@@ -220,42 +211,6 @@ def _update_many(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["step", "stream", "key0", "key1"])
-def _scale(weight, index, scales, groups, length, group_stride, inner_stride, offset, step, stream, key0, key1,
-           STOCHASTIC: tl.constexpr, FOR_PROX: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """The l2 proximal map: every selected group times its scale."""
-    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    present = position < groups
-    start = tl.load(index + position, mask=present, other=0) * group_stride
-    scale = tl.load(scales + position, mask=present, other=0.0)[:, None]
-    along = tl.program_id(1).to(tl.int64) * STEP + tl.arange(0, STEP)
-    inside = present[:, None] & (along < length)[None, :]
-    at = start[:, None] + along[None, :] * inner_stride
-    product = (load_float32(weight + at, inside) + offset) * scale
-    value = tl.where(scale == 0.0, 0.0, product) - offset
-    bits = tl.zeros((1, 1), tl.uint32)
-    if STOCHASTIC:
-        purpose = tl.full((), FOR_PROX, tl.int32)
-        bits = _bits(at // 128, at % 16, at % 128 // 16, purpose, step, stream, key0, key1)
-    tl.store(weight + at, _to_weight(value, bits, weight.dtype.element_ty, STOCHASTIC), mask=inside)
-
-
-def _squared_norms(matrix: torch.Tensor, penalty: Penalty, by_row: bool) -> torch.Tensor:
-    return group_sums(matrix, penalty.index, 0 if by_row else 1, "l2", float(penalty.offset))
-
-
-def _coefficients(
-    matrix: torch.Tensor, penalty: Penalty, by_row: bool, kind: str, penalty_weight: float
-) -> torch.Tensor:
-    values = torch.zeros(matrix.shape[0 if by_row else 1], dtype=torch.float32, device=matrix.device)
-    selected: torch.Tensor | float = penalty_weight
-    if kind == "l2-subgradient":
-        norms = _squared_norms(matrix, penalty, by_row).sqrt()
-        selected = slope_scales(norms, penalty_weight, torch.float32)
-    values[penalty.index] = selected
-    return values
-
-
 @dataclass(frozen=True)
 class Step:
     """One step of one weight.
@@ -266,9 +221,7 @@ class Step:
         moments: its moments.
         scalars: of this step.
         penalty: with its index on the device, or None.
-        kind: solver and norm of the penalty, a key of ``KINDS``.
         by_row: the penalty's groups are rows of ``matrix``, else columns.
-        penalty_weight: lambda, or the threshold of a proximal map.
         random: seed, step and stream of the random bits.
     """
 
@@ -277,21 +230,13 @@ class Step:
     moments: Moments
     scalars: Scalars
     penalty: Penalty | None
-    kind: str
     by_row: bool
-    penalty_weight: float
     random: Randomness
 
     @property
-    def active(self) -> int:
-        """What the pass over all elements has to do for the penalty."""
-        penalised = self.penalty is not None and self.penalty.index.numel() and self.kind != "l2-prox"
-        return KINDS[self.kind] if penalised else 0
-
-    @property
-    def across_rows(self) -> bool:
-        """Whether the pass takes groups for rows; all the same where it has no penalty."""
-        return self.by_row or not self.active
+    def kind(self) -> int:
+        """The kind of penalty that the kernel handles; 0 without one."""
+        return 0 if self.penalty is None else KINDS[self.penalty.kind]
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -300,32 +245,39 @@ class Step:
 
     @property
     def programs(self) -> int:
-        """The programs that its elements take."""
+        """The number of programs for all elements."""
         return int(triton.cdiv(self.matrix.numel(), BLOCKS * 128))
 
     @property
     def offset(self) -> float:
-        """What the penalty adds to the weights."""
-        return float(self.penalty.offset) if self.penalty is not None else 0.0
+        """The number that the penalty adds to the weights."""
+        return 0.0 if self.penalty is None else self.penalty.offset
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Weight, gradient, moments and their scales; the weight stands for scales that there are not."""
+        """Weight, gradient, moments and their scales; the weight takes the place of missing scales."""
         own = self.moments
         scales = [self.matrix if scale is None else scale for scale in (own.first_scale, own.second_scale)]
         return [self.matrix, self.gradient, own.first, own.second, *scales]
 
     def coefficients(self) -> torch.Tensor:
-        """The penalty's factor of each group, float32; the weight where there is none."""
-        if not self.active or self.penalty is None:
+        """One factor a group for the gradient of the penalty, float32; without a penalty the weight."""
+        if self.penalty is None:
             return self.matrix
-        return _coefficients(self.matrix, self.penalty, self.by_row, self.kind, self.penalty_weight)
+        axis = 0 if self.by_row else 1
+        values = torch.zeros(self.matrix.shape[axis], dtype=torch.float32, device=self.matrix.device)
+        selected: torch.Tensor | float = self.penalty.penalty_weight
+        if self.penalty.kind == "l2":
+            norms = group_sums(self.matrix, self.penalty.index, axis, "l2", self.penalty.offset).sqrt()
+            selected = slope_scales(norms, self.penalty.penalty_weight, torch.float32)
+        values[self.penalty.index] = selected
+        return values
 
 
 def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
     """One step of many weights, in place: one launch for all that need the same kernel and scalars.
 
-    Norms for l2 penalties, and the l2 proximal map, are launches of their own for each weight.
+    Norms for l2 penalties are launches of their own for each weight.
 
     Args:
         steps: of weights of one dtype and device.
@@ -334,14 +286,10 @@ def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
     alike: dict[object, list[Step]] = defaultdict(list)
     for step in steps:
         scalars = replace(step.scalars, gradient_scale=1.0)
-        offset = step.offset if step.active else 0.0
-        kernel = (step.active, step.across_rows, step.moments.quantised)
-        alike[kernel, scalars, offset, step.random.step, step.random.seed].append(step)
+        kernel = (step.kind, step.by_row, step.moments.quantised)
+        alike[kernel, scalars, step.offset, step.random.step, step.random.seed].append(step)
     for members in alike.values():
         _update_alike(members, stochastic)
-    for step in steps:
-        if step.kind == "l2-prox" and step.penalty is not None and step.penalty.index.numel():
-            _l2_prox(step, step.penalty, stochastic)
 
 
 def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
@@ -350,7 +298,7 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
     own, random = like.scalars, like.random
     values = (own.decay, own.rate1, own.beta2, own.rate2, own.step_size, own.root_correction, own.eps)
     constants: dict[str, Any] = {
-        "KIND": like.active, "BY_ROW": like.across_rows, "QUANTISED": like.moments.quantised,
+        "KIND": like.kind, "BY_ROW": like.by_row, "QUANTISED": like.moments.quantised,
         "STOCHASTIC": stochastic, "FOR_WEIGHT": PURPOSE_WEIGHT, "FOR_FIRST": PURPOSE_FIRST,
         "FOR_SECOND": PURPOSE_SECOND, "N": BLOCKS,
     }  # fmt: skip
@@ -401,16 +349,3 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, queue: int) 
 @lru_cache(maxsize=64)
 def _scales(values: tuple[float, ...], device: torch.device, queue: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
-
-
-def _l2_prox(step: Step, penalty: Penalty, stochastic: bool) -> None:
-    matrix, random = step.matrix, step.random
-    factors = shrink_scales(_squared_norms(matrix, penalty, step.by_row), step.penalty_weight)
-    rows, cols = matrix.shape
-    along = (cols, cols, 1) if step.by_row else (rows, 1, cols)
-    grid = (triton.cdiv(len(factors), GROUPS), triton.cdiv(along[0], STEP))
-    launch(
-        _scale, grid,
-        matrix, penalty.index, factors, len(factors), *along, step.offset, random.step, random.stream, *step.keys,
-        STOCHASTIC=stochastic, FOR_PROX=PURPOSE_PROX, GROUPS=GROUPS, STEP=STEP,
-    )  # fmt: skip

@@ -17,4 +17,4 @@ def shrink(w: torch.Tensor, index: torch.Tensor, axis: int, factor: float, offse
         factor: finite, >= 0; 0 writes ``-offset``.
         offset: added first and taken off again.
     """
-    multiply_groups(w, w, index, torch.full((1,), factor, dtype=torch.float32, device=w.device), axis, offset)
+    multiply_groups(w, index, torch.full((1,), factor, dtype=torch.float32, device=w.device), axis, offset)

@@ -160,7 +160,7 @@ class TestOps:
 
     def test_all_cases_of_selected_groups_start_from_the_same_cache(self) -> None:
         setting = Setting(16, 16, CPU, compiled=False, cache=1 << 20)
-        for op in ("group_penalty", "group_prox"):
+        for op in ("group_penalty", "group_soft_threshold"):
             own = cases(setting, op, ["float32", "bfloat16"])
             assert {case.prepare for case in own} == {setting.cold}
         (buffer,) = setting.cold.args  # type: ignore[union-attr]
@@ -169,7 +169,7 @@ class TestOps:
         assert Setting(16, 16, CPU, compiled=False).cold is None
         assert last_level_cache() >= 1 << 16
 
-    @pytest.mark.parametrize("op", ["group_penalty", "group_prox"])
+    @pytest.mark.parametrize("op", ["group_penalty", "group_soft_threshold"])
     def test_any_share_of_16_bit_columns_can_be_probed(self, op: str) -> None:
         """A fifth of 64 columns are 13, of which no 32-bit words can be made."""
         setting = Setting(16, 64, CPU, compiled=False, selected=0.2)

@@ -29,8 +29,8 @@ class DressOptions(MethodOptions):
             full-parameter-regularisation ablation).
         norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
         penalty_weight: the papers' lambda, in units of loss per unit of norm.
-        solver: subgradient (the penalty joins the loss) or prox (soft-threshold after the smooth step).
-        prox_step: step size of the proximal map; None = the learning rate (l1 in the Adam metric).
+        solver: subgradient (the penalty joins the loss) or prox (group soft-threshold after the smooth step; l2 only).
+        prox_step: step size of the proximal map; None = the learning rate.
         schedule: published, or anneal (the channels of R shrink to exactly zero).
         anneal_share: share of the steps after which the annealed factor is zero, in [0, 1]; at 0 the channels of R are
             zero from the first step on.
@@ -91,13 +91,9 @@ class DressOptions(MethodOptions):
             "use schedule 'published'.",
             found,
         )
-        in_adam_metric = (
-            self.solver == "prox" and self.norm == "l1" and self.prox_step is None and self.train.optimizer != "sgd"
-        )
         _require(
-            not (self.penalise == "all" and in_adam_metric),
-            "penalise is 'all' with the l1 prox in the Adam metric, which erases every weight without a gradient at "
-            "once (the embeddings of all tokens that the text lacks); use solver 'subgradient' or give prox_step.",
+            self.solver == "subgradient" or self.norm == "l2",
+            "solver is 'prox' with norm 'l1'; its proximal map is that of l2. Use norm 'l2', or solver 'subgradient'.",
             found,
         )
         explicit = self.select == "explicit"

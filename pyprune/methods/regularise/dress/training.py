@@ -6,14 +6,12 @@ Gemma's norms through 1 + w). Three ways to minimise it:
 
 * ``solver="subgradient"``: the penalty joins the loss, as in the paper. The l1 form of its Proposition 2
   (-y <= x <= y) is the epigraph of the same problem, so it needs no code of its own.
-* ``solver="prox"``: an optimizer step on the LM loss, then the proximal map of the penalty. For l1 in the
-  diagonal metric of Adam this is an elementwise soft-threshold at lambda * lr / (sqrt(v) + eps), which cuts
-  weights that never had a gradient (embeddings of absent tokens) at once; l2 has no closed form in that metric
-  and uses the Euclidean group soft-threshold at lambda * ``prox_step``.
+* ``solver="prox"``: an optimizer step on the LM loss, then the proximal map of the l2 penalty, the Euclidean group
+  soft-threshold at lambda * ``prox_step`` (the map in the diagonal metric of Adam has no closed form for l2).
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
 
-pyprune's own optimizer (``optimizer="fused_adamw"``, and lean memory) applies subgradient or proximal map in its own
-pass over the weights. Two cases stay outside: frozen weights, and the proximal map after Phi's gauge.
+pyprune's own optimizer (``optimizer="fused_adamw"``, and lean memory) adds the subgradient in its own pass over the
+weights, unless some of them are frozen.
 """
 
 from __future__ import annotations
@@ -34,8 +32,9 @@ from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes
 from pyprune.methods.base import NO_RUN, RunOptions, StageReport, warn_if_nothing_penalised
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.ops import add_group_penalty_, group_penalty, group_prox, group_soft_threshold, shrink
+from pyprune.ops import add_group_penalty_, group_penalty, group_soft_threshold, shrink
 from pyprune.ops.regularised_adamw import Penalty
+from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import Sums, preserved_ratio, preserved_warnings, weight_sums
 from pyprune.runtime import processes
@@ -95,19 +94,22 @@ class _Slices:
             parameter.grad, parameter, self.index, self.dim, norm, penalty_weight, offset=self.offset
         )  # fmt: skip
 
-    def value(self) -> Tensor:
-        """The tensor that is penalised."""
-        return self.param.parameter + self.offset if self.offset else self.param.parameter
+    @torch.no_grad()
+    def soft_threshold(self, threshold: float) -> None:
+        """Apply the proximal map of ``threshold`` times the l2 penalty, unless the parameter is frozen.
 
-    def replace_selected(self, selected: Tensor) -> None:
-        """Write the selected slices of :meth:`value` back, in place."""
-        new = selected - self.offset if self.offset else selected
-        self.param.parameter.index_copy_(self.dim, self.index, new.to(self.param.parameter.dtype))
-
-    def selected(self) -> Tensor:
-        """A copy of the selected slices of :meth:`value`."""
-        part = self.param.parameter.index_select(self.dim, self.index)
-        return part + self.offset if self.offset else part
+        bfloat16 would round small steps to nothing: there the result is float32, rounded stochastically.
+        """
+        parameter = self.param.parameter
+        if not parameter.requires_grad:
+            return
+        if parameter.dtype != torch.bfloat16:
+            group_soft_threshold(parameter, self.index, self.dim, threshold, offset=self.offset)
+            return
+        part = parameter.index_select(self.dim, self.index).float()
+        every = torch.arange(len(self.index), device=part.device)
+        group_soft_threshold(part, every, self.dim, threshold, offset=self.offset)
+        parameter.index_copy_(self.dim, self.index, changed_to_bfloat16(part, self.param.name))
 
 
 class DressObjective(Objective):
@@ -143,20 +145,14 @@ class DressObjective(Objective):
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
-            self._check_gauge(dense, config)
+            self._check_gauge(dense)
             gauge_(dense, self.gauge_kept)
 
-    def _check_gauge(self, model: PreTrainedModel, config: TrainConfig) -> None:
+    def _check_gauge(self, model: PreTrainedModel) -> None:
         if is_divided(model):
             raise ConfigError(
                 f"DReSS keeps LayerNorm's gauge of {model.config.model_type!r}, a mean over all hidden channels, which "
                 "it cannot do while they are divided among processes. Start it in one process."
-            )
-        if config.memory == "lean" and self.config.solver == "prox" and not self.annealed:
-            raise ConfigError(
-                "dress.solver is 'prox' in lean memory, but LayerNorm's gauge keeps the proximal map out of the "
-                "optimizer's pass, where bfloat16 weights would round its small steps to nothing. Set dress.solver to "
-                "subgradient, or dress.train.memory to full."
             )
 
     @property
@@ -165,23 +161,13 @@ class DressObjective(Objective):
         return self.config.schedule == "anneal"
 
     def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """The whole penalty, where the optimizer's own pass gives the same result as a separate one."""
-        apart = self.config.solver == "prox" and bool(self.gauge_kept)
+        """Hand the whole penalty to the optimizer's own pass, where that adds the same subgradient."""
         frozen = any(not s.param.parameter.requires_grad for s in self.slices)
-        if frozen and self.config.solver == "prox" and config.memory == "lean" and not self.annealed:
-            raise ConfigError(
-                "dress.solver is 'prox' in lean memory, but some weights with hidden channels are frozen, which keeps "
-                "the proximal map out of the optimizer's pass. Set dress.solver to subgradient, dress.train.memory to "
-                "full, or train all weights."
-            )
-        if self.annealed or apart or frozen:
+        if self.annealed or self.config.solver == "prox" or frozen:
             return {}
         self.in_optimizer = True
         c = self.config
-        return {
-            s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, c.solver, c.prox_step, s.offset)
-            for s in self.slices
-        }
+        return {s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, s.offset) for s in self.slices}
 
     def reads_gradients(self) -> bool:
         """Whether the subgradient joins the gradients outside the optimizer's pass."""
@@ -224,8 +210,10 @@ class DressObjective(Objective):
             gauge_(cast(PreTrainedModel, model), self.gauge_kept)
         if self.annealed:
             self._shrink(step)
-        elif self.config.solver == "prox" and not self.in_optimizer:
-            self._prox(optimizer, learning_rate)
+        elif self.config.solver == "prox":
+            step_size = learning_rate if self.config.prox_step is None else self.config.prox_step
+            for slices in self.slices:
+                slices.soft_threshold(self.config.penalty_weight * step_size)
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed factor is 0."""
@@ -260,28 +248,6 @@ class DressObjective(Objective):
                 reached = factor
         return reached
 
-    def _prox(self, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-        penalty_weight, step_size = self.config.penalty_weight, self.config.prox_step
-        in_adam_metric = self.config.norm == "l1" and step_size is None
-        scales = _adam_scales(optimizer, self.slices) if in_adam_metric else {}
-        threshold = penalty_weight * (learning_rate if step_size is None else step_size)
-        for slices in self.slices:
-            parameter = slices.param.parameter
-            if not parameter.requires_grad:
-                continue
-            scale = scales.get(parameter)
-            if scale is None and self.config.norm == "l2" and self.config.penalise == "all":
-                # Every channel is a group: there is nothing to select.
-                group_soft_threshold(parameter, threshold, slices.dim, out=parameter, offset=slices.offset)
-                continue
-            if scale is None:
-                norm = self.config.norm
-                group_prox(parameter, slices.index, slices.dim, norm, threshold, offset=slices.offset)
-                continue
-            # Written as a difference to the clamped value, so that what is cut is exactly zero.
-            selected, width = slices.selected(), threshold / scale
-            slices.replace_selected(selected - torch.clamp(selected, -width, width))
-
 
 def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slices]:
     """Every tensor with a hidden axis, tied ones once, with the channels selected in it.
@@ -300,24 +266,6 @@ def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slic
         part = replace(param, parameter=part_of(param.parameter))
         slices.append(_Slices(part, dim, index, family.offset(param.row)))
     return slices
-
-
-def _adam_scales(optimizer: torch.optim.Optimizer, slices: Sequence[_Slices]) -> dict[nn.Parameter, Tensor]:
-    """sqrt(bias-corrected second moment) + eps of the selected slices, Adam's diagonal metric times its rate.
-
-    Empty for optimizers without second moments (SGD), whose metric is Euclidean.
-    """
-    places = {s.param.parameter: (s.dim, s.index) for s in slices}
-    scales: dict[nn.Parameter, Tensor] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if "exp_avg_sq" in state and parameter in places:
-                dim, index = places[parameter]
-                correction = 1.0 - group["betas"][1] ** float(state["step"])
-                part = state["exp_avg_sq"].index_select(dim, index)
-                scales[parameter] = (part / correction).sqrt_().add_(group["eps"])
-    return scales
 
 
 def regularise_dress(

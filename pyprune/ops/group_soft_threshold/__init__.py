@@ -1,0 +1,62 @@
+"""Group soft-threshold of selected slices: DReSS's proximal step, and the map in that of MoreauPruner-GS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import cast
+
+import torch
+
+from pyprune.ops._dispatch import checked_threshold, extension, rounded_scalar, tensor_view, threads
+from pyprune.ops._index_set import as_rows, backend_for, select, written
+from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as reference
+
+OP = "group_soft_threshold"
+
+
+@torch.no_grad()
+def group_soft_threshold(
+    w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: int, threshold: float, *, offset: float = 0.0
+) -> torch.Tensor:
+    """Shrink the selected slices of ``w`` by ``threshold`` in l2 norm, in place and without gradient.
+
+    ``g <- g * max(0, 1 - threshold / ||g||_2)`` (MoreauPruner-GS, Algorithm 1) is the proximal map of the l2 group
+    penalty, ``argmin_x 1/2 ||x - w||^2 + threshold * group_penalty(x, index, axis, "l2")``. In DReSS's proximal step
+    ``threshold`` is lambda times the step size.
+
+    Args:
+        w: any shape, floating point; parameters are fine. Non-contiguous tensors are copied and written back where a
+            kernel needs it.
+        index: the selected positions along ``axis``, each at most once; may be empty.
+        axis: the dimension that ``index`` counts along. For ``w[out, in]``, 1 selects input columns. The slices of a
+            vector are its elements.
+        threshold: finite, >= 0, in the unit of ``w``; rounded to float32 unless ``w`` is float64. 0 changes nothing.
+        offset: map ``w + offset`` instead of ``w`` and take the offset off again (1 for norms that multiply by 1 + w).
+
+    Returns:
+        ``w``. Slices not longer than the threshold become exactly +0 (with an offset, exactly its negative). A NaN
+        reaches its whole slice; a slice with an infinity stays as it is (threshold / inf = 0).
+
+    Raises:
+        OpError: a bad dtype, axis, index, threshold or offset.
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    selection = select(OP, w, index, axis, offset)
+    threshold = rounded_scalar(checked_threshold(threshold), w.dtype)
+    backend = backend_for(OP, selection.matrix, w)
+    if threshold == 0 or not w.numel() or not selection.index.numel():
+        return w
+    if backend == "python" or selection.matrix is None:
+        return reference(w, selection.index, selection.axis, threshold, selection.offset)
+    rows, matrix_axis = as_rows(w, selection.matrix), selection.matrix[2]
+    if backend == "triton":
+        from pyprune.ops.group_soft_threshold import triton as kernels
+
+        kernels.group_soft_threshold(rows, selection.index, matrix_axis, threshold, selection.offset)
+    else:
+        views = tensor_view(rows), tensor_view(selection.index)
+        module = cast(ModuleType, extension())
+        module.group_soft_threshold(*views, matrix_axis, threshold, selection.offset, threads())
+    written(w, rows)
+    return w

@@ -1,0 +1,53 @@
+"""Triton kernel of the group soft-threshold. ``reference.py`` is the definition."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyprune.ops._triton import (
+    group_sizes,
+    group_tile,
+    launch,
+    load_weights,
+    multiply_groups,
+    shrink_scale,
+    shrink_scales,
+    to_storage,
+    zero_sums,
+)
+from pyprune.ops._triton_sums import add_squares, folds, total
+from pyprune.ops.group_penalty.triton import group_sums
+
+
+@triton.jit
+def _rows(w, index, cols, threshold, offset, STEP: tl.constexpr, FOLDS: tl.constexpr):
+    """One program a row: once over it for the norm, once for the product."""
+    high, low, rare = zero_sums(True, 1, STEP, FOLDS)
+    for begin in range(0, cols, STEP):
+        at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
+        high, low, rare = add_squares(high, low, rare, load_weights(w, at, inside, offset), 1)
+    scale = shrink_scale(total(high, low, rare, 1, FOLDS), threshold).to(tl.float32)[:, None]
+    for begin in range(0, cols, STEP):
+        at, inside = group_tile(index, tl.num_programs(0), begin, cols, cols, True, 1, STEP)
+        product = tl.where(scale == 0.0, 0.0, load_weights(w, at, inside, offset) * scale) - offset
+        tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
+
+
+def group_soft_threshold(w: torch.Tensor, index: torch.Tensor, axis: int, threshold: float, offset: float) -> None:
+    """Shrink the selected rows or columns in place.
+
+    Args:
+        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
+        index: int64, not empty.
+        axis: 0 for rows, 1 for columns.
+        threshold: finite, > 0.
+        offset: added first and taken off again.
+    """
+    if axis == 0:
+        step = group_sizes(True, w.shape[1])["STEP"]
+        constants = {"STEP": step, "FOLDS": folds(step, 1, w.device)}
+        launch(_rows, (len(index),), w, index, w.shape[1], threshold, offset, **constants)
+    else:
+        multiply_groups(w, index, shrink_scales(group_sums(w, index, axis, "l2", offset), threshold), axis, offset)
