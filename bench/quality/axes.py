@@ -119,7 +119,7 @@ class Bench:
     def _plans(self, scorer: str, seed: int) -> Iterator[tuple[str, PruneConfig, PrunePlan]]:
         """One plan for each comparison; what shares its open units shares one scoring."""
         from pyprune.methods.base import PlanRequest
-        from pyprune.methods.score.base import ranking_of
+        from pyprune.methods.score.base import make_ranking
 
         scored: dict[str, Scoring] = {}
         for comparison in self.options.comparisons:
@@ -129,7 +129,7 @@ class Bench:
             if unit not in scored:
                 say(f"{scorer}, seed {seed}: scoring ({unit})")
                 scored[unit] = self._score(config)
-            ranking = ranking_of(self.model, PlanRequest.of(self.model, config))
+            ranking = make_ranking(self.model, PlanRequest.of(self.model, config))
             yield label, config, ranking.plan(scored[unit].scores, ranking.identity, Fraction(1))
 
     def _config(self, scorer: str, seed: int, comparison: Json) -> PruneConfig:

@@ -45,7 +45,7 @@ from pyprune.methods.base import PlanRequest, own_options
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
-from pyprune.methods.score.base import Scoring, ranking_of, score_spread
+from pyprune.methods.score.base import Scoring, make_ranking, score_spread
 from pyprune.methods.score.smoothgrad import SmoothGradOptions
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, evaluation_text
@@ -174,7 +174,7 @@ class _Bench:
         for options in self.methods.values():
             check_sequence_length(self.model.config, options.data.sequence_length)
             for ratio in self.config.ratios:
-                ranking_of(self.model, PlanRequest.of(self.model, replace(options, ratio=ratio))).check_goal()
+                make_ranking(self.model, PlanRequest.of(self.model, replace(options, ratio=ratio))).check_goal()
 
     def _row(
         self,
@@ -373,7 +373,7 @@ def _layers(config: PruneConfig) -> str:
 
 def _rank(model: PreTrainedModel, run: Scoring, config: PruneConfig) -> PrunePlan:
     config.validate()
-    ranking = ranking_of(model, PlanRequest.of(model, config))
+    ranking = make_ranking(model, PlanRequest.of(model, config))
     return ranking.plan(run.scores, ranking.identity, Fraction(1))
 
 

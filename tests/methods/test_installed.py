@@ -36,7 +36,7 @@ class Options(MethodOptions):
 
 def score(run):
     power = own_options(run.request, Options).power
-    for param in run.opened:
+    for param in run.open_params:
         run.add_elements(param, run.weight(param).abs() ** power)
 
 

@@ -39,14 +39,14 @@ class Removal:
     Attributes:
         request: what is to be reached.
         unit: what goes.
-        opened: layers whose unit may go, ascending.
+        open_layers: layers whose unit may go, ascending.
         count: how many of them go.
         notes: what was rounded.
     """
 
     request: PlanRequest
     unit: Unit
-    opened: tuple[int, ...]
+    open_layers: tuple[int, ...]
     count: int
     notes: tuple[str, ...]
 
@@ -65,14 +65,14 @@ class Removal:
         """
         decision = decide_layer_count(request, unit)
         total = request.identity.dense.num_layers
-        opened = tuple(range(keep_first, total - keep_last))
-        if decision.count > len(opened):
+        open_layers = tuple(range(keep_first, total - keep_last))
+        if decision.count > len(open_layers):
             raise ConfigError(
                 f"ratio {request.ratio} (of {request.ratio_of or 'layers'}) removes {decision.count} of {total} "
-                f"{UNIT_NAMES[unit]}, but only {len(opened)} may go: the first {keep_first} and the last {keep_last} "
-                f"layers stay. Use a smaller ratio, or keep fewer layers (options of {request.method})."
+                f"{UNIT_NAMES[unit]}, but only {len(open_layers)} may be removed: the first {keep_first} and the last "
+                f"{keep_last} layers are kept. Use a smaller ratio, or keep fewer layers (options of {request.method})."
             )
-        return cls(request, unit, opened, decision.count, decision.notes)
+        return cls(request, unit, open_layers, decision.count, decision.notes)
 
     def smallest(self, scores: Mapping[int, float], count: int | None = None) -> tuple[int, ...]:
         """The layers whose units go, smallest score first, ties by the smaller index.

@@ -1,12 +1,9 @@
-"""Gradients of the language-model loss at changed weights, one decoder layer in memory at a time.
+"""Gradients of the language-model loss at changed weights, one decoder layer at a time.
 
-The forward pass runs every layer with its changed weights without recording a graph and keeps only the layer's input.
-The backward pass makes the same weights once more, layer by layer from the last to the first open one, and hands each
-gradient over as soon as it exists: beside the model, what is held is one layer's changed weights and gradients, every
-layer's input [B, T, H] and the logits. Open parameters outside of the layers (hidden axis: embedding, final norm,
-head) are changed for the whole pass. Layers before the first open one are run as they are and never differentiated.
-
-A model that stays on disk gives the same gradients, bit for bit: :mod:`pyprune.methods.score._stored_passes`.
+In addition to the model, memory holds one layer's changed weights and gradients, every layer's input [B, T, H] and the
+logits. Open parameters outside of the layers (hidden axis: embedding, final norm, head) change for the whole pass.
+Layers before the first open one run unchanged and are never differentiated. A model on disk gives the same gradients,
+bit for bit: :mod:`pyprune.methods.score._layer_passes` takes both.
 """
 
 from __future__ import annotations
@@ -17,12 +14,13 @@ from functools import partial
 
 from torch import Tensor
 
-from pyprune.errors import DataError
+from pyprune.errors import DataError, ScoreError
 from pyprune.families import NamedParam
+from pyprune.methods.score._layer_passes import LayerPasses
 from pyprune.methods.score._passes import Consume, NotLayerwiseError, Pass, Weights
-from pyprune.methods.score._stored_passes import StoredPasses
 from pyprune.methods.score.base import Scoring
 from pyprune.probe.activations import still
+from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.progress import track
 
 
@@ -34,10 +32,10 @@ class GradientReport:
         loss: mean loss over samples and draws at the changed weights, nats a token.
         passes: forward and backward passes.
         layerwise: whether one layer was held at a time; otherwise the changed weights and gradients of all open
-            parameters were.
-        together: whether all passes went through a layer before the next one, as they do where layers are read from
-            disk, so that the sums over passes were those of one layer.
-        streams: bytes of the residual streams that were held at once, where ``together``.
+            parameters were held.
+        together: whether all passes went through a layer before the next one, as they do if layers are read from disk.
+            Then the sums over passes were those of one layer.
+        streams: bytes of the residual streams that were held at once, if ``together``.
     """
 
     loss: float
@@ -47,15 +45,15 @@ class GradientReport:
     streams: int = 0
 
 
-def own_values(param: NamedParam, draw: int) -> Tensor:
-    """The values as they are: :data:`Weights` that change nothing."""
+def unchanged_weights(param: NamedParam, draw: int) -> Tensor:
+    """Return the parameter's own values: :data:`Weights` that change nothing."""
     return param.parameter.detach()
 
 
-class Summed:
-    """A consumer that wants whole gradients: sums the parts of each parameter and passes the sum on.
+class GradientSum:
+    """A consumer that sums the parts of each parameter and passes the whole gradient on.
 
-    Holds nothing while there is one part a parameter, else the sums of all parameters whose last part is to come.
+    It holds nothing if a parameter has one part, else the sums of all parameters whose last part is still missing.
     """
 
     def __init__(self, consume: Callable[[NamedParam, Tensor], None]) -> None:
@@ -74,23 +72,24 @@ class Summed:
 def take_gradients(
     run: Scoring, weights: Weights, consume: Consume, *, draws: int = 1, per_sample: bool = False
 ) -> GradientReport:
-    """Take the mean gradient over the samples and ``draws`` changed weights of all open parameters.
+    """Take the mean gradient of all open parameters over the samples and ``draws`` changed weights.
 
     Args:
         run: model, samples [N, T], options (``score.batch_size``, ``score.layerwise``) and open parameters.
         weights: the changed weights.
-        consume: gets the gradients; float32 (float64 for float64 models), whatever the model's dtype.
+        consume: receives the gradients; float32 (float64 for float64 models), whatever the model's dtype.
         draws: how many changed weights to average over.
         per_sample: one part a sample, each divided by the number of samples.
 
     Raises:
         DataError: there is no sample.
+        ScoreError: a layer of a model on disk does not return hidden states alone.
     """
     samples = run.samples.to(run.device)
     if not samples.numel():
         raise DataError(f"{run.request.method} reads gradients on calibration text; give samples.")
-    # What is open outside of the layers sees all rows at once, so that parts a sample need a pass a sample.
-    alone = per_sample and any(param.layer is None for param in run.opened)
+    # Open parameters outside of the layers see all rows at once, so that parts a sample need a pass a sample.
+    alone = per_sample and any(param.layer is None for param in run.open_params)
     batches = samples.split(1 if alone else run.score.batch_size or len(samples))
     order = [(draw, batch) for draw in range(draws) for batch in batches]
     passes = [
@@ -98,32 +97,39 @@ def take_gradients(
             run,
             batch,
             len(batch) / (len(samples) * draws),
-            partial(_at, weights, draw),
+            partial(_draw_weights, weights, draw),
             consume,
             last=number == len(order) - 1,
             per_sample=per_sample,
         )
         for number, (draw, batch) in enumerate(order)
     ]
-    if run.layers is not None:
-        stored = StoredPasses(run.layers, passes)
-        return GradientReport(stored.take(), len(passes), layerwise=True, together=True, streams=stored.bytes)
-    with still(run.model):
-        loss, layerwise = _in_memory(passes, layerwise=run.score.layerwise)
-    return GradientReport(loss, len(passes), layerwise)
+    if run.layers is None:
+        loss, layerwise = _take_in_memory(run, passes)
+        return GradientReport(loss, len(passes), layerwise)
+    together = LayerPasses(run.layers, passes, on_disk=True)
+    try:
+        loss = together.take()
+    except NotLayerwiseError as error:
+        raise ScoreError(
+            "A decoder layer of this model does not return hidden states alone, so that gradients cannot be taken "
+            "layer by layer from disk. Set score.layerwise=false, which loads the whole model."
+        ) from error
+    return GradientReport(loss, len(passes), layerwise=True, together=True, streams=together.bytes)
 
 
-def _at(weights: Weights, draw: int, param: NamedParam) -> Tensor:
+def _draw_weights(weights: Weights, draw: int, param: NamedParam) -> Tensor:
     return weights(param, draw)
 
 
-def _in_memory(passes: Sequence[Pass], *, layerwise: bool) -> tuple[float, bool]:
-    """The mean loss, and whether one layer was held at a time in all passes."""
-    loss = 0.0
-    for one in track(passes, "gradients"):
-        try:
-            loss += one.layerwise() if layerwise else one.whole()
-        except NotLayerwiseError:
-            layerwise = False
-            loss += one.whole()
+def _take_in_memory(run: Scoring, passes: Sequence[Pass]) -> tuple[float, bool]:
+    """Return the mean loss, and whether one layer was held at a time in all passes."""
+    loss, layerwise, runner = 0.0, run.score.layerwise, LayerRunner.of(run.model)
+    with still(run.model):
+        for one in track(passes, "gradients"):
+            try:
+                loss += LayerPasses(runner, [one], on_disk=False).take() if layerwise else one.differentiate_whole()
+            except NotLayerwiseError:
+                layerwise = False
+                loss += one.differentiate_whole()
     return loss, layerwise

@@ -1,4 +1,4 @@
-"""What a plan takes from each open axis: units, share of the parameters, and a warning where it takes nothing."""
+"""The losses of each open axis by a plan: units, share of the parameters, and a warning if it loses nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pyprune.plan import LayerPlan, PrunePlan
 
 @dataclass(frozen=True)
 class AxisLoss:
-    """What one open axis loses.
+    """The loss of one open axis.
 
     Attributes:
         axis: heads, ffn or hidden.
-        removed: query heads, FFN channels of the open layers, or hidden channels that go.
+        removed: query heads, FFN channels of the open layers, or hidden channels that are removed.
         open: how many of them were open.
-        removed_groups: KV heads that go; 0 on other axes.
+        removed_groups: KV heads that are removed; 0 on other axes.
         open_groups: KV heads that were open; 0 on other axes.
-        share: of all parameters, in [0, 1], when this axis alone is cut.
+        share: share of all parameters, in [0, 1], when this axis alone is cut.
     """
 
     axis: ScoreAxis
@@ -34,11 +34,11 @@ class AxisLoss:
     share: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data for the record."""
-        found: dict[str, Any] = {"removed": self.removed, "open": self.open, "share": self.share}
+        """Return plain JSON data for the record."""
+        data: dict[str, Any] = {"removed": self.removed, "open": self.open, "share": self.share}
         if self.open_groups:
-            found |= {"removed_kv_groups": self.removed_groups, "open_kv_groups": self.open_groups}
-        return found
+            data |= {"removed_kv_groups": self.removed_groups, "open_kv_groups": self.open_groups}
+        return data
 
     def __str__(self) -> str:
         name = {"heads": "query heads", "ffn": "FFN channels", "hidden": "hidden channels"}[self.axis]
@@ -47,13 +47,15 @@ class AxisLoss:
 
 
 def losses_by_axis(ranking: Ranking, plan: PrunePlan) -> tuple[AxisLoss, ...]:
-    """What each open axis loses by a plan; KV groups are counted where they go as a whole."""
+    """Return the loss of each open axis by a plan; KV groups are counted if they are removed as a whole."""
     return tuple(_loss(ranking, plan, axis) for axis in ranking.scope.axes)
 
 
 def _loss(ranking: Ranking, plan: PrunePlan, axis: ScoreAxis) -> AxisLoss:
     scope = ranking.scope
-    share = share_of_parameters(ranking.request.family, ranking.request.shapes, _of_axis(ranking.identity, plan, axis))
+    share = share_of_parameters(
+        ranking.request.family, ranking.request.shapes, _axis_plan(ranking.identity, plan, axis)
+    )
     if axis == "hidden":
         return AxisLoss(axis, len(plan.removed_hidden), scope.units(axis), 0, 0, share)
     kept = [layer for layer in plan.layers if layer.index in scope.layers]
@@ -69,62 +71,62 @@ def _has_groups(scope: OpenUnits) -> bool:
     return scope.whole_groups and scope.dense.group_size > 1
 
 
-def _of_axis(identity: PrunePlan, plan: PrunePlan, axis: ScoreAxis) -> PrunePlan:
-    """The plan with nothing removed on the other axes."""
+def _axis_plan(identity: PrunePlan, plan: PrunePlan, axis: ScoreAxis) -> PrunePlan:
+    """Return the plan with nothing removed on the other axes."""
     if axis == "hidden":
         return replace(identity, hidden=plan.hidden)
     kept = {layer.index: layer for layer in plan.layers}
 
-    def of_layer(dense: LayerPlan) -> LayerPlan:
+    def restrict(dense: LayerPlan) -> LayerPlan:
         layer = kept.get(dense.index, LayerPlan(dense.index, (), (), ()))
         if axis == "ffn":
             return replace(dense, ffn=layer.ffn)
         return replace(dense, query_heads=layer.query_heads, kv_heads=layer.kv_heads)
 
-    return replace(identity, layers=tuple(of_layer(layer) for layer in identity.layers))
+    return replace(identity, layers=tuple(restrict(layer) for layer in identity.layers))
 
 
 def losses_note(losses: Collection[AxisLoss]) -> str:
-    """One sentence for the report."""
+    """Return one sentence for the report."""
     return f"Removed from the open layers: {'; '.join(map(str, losses))}."
 
 
 def untouched_axes(ranking: Ranking, losses: Collection[AxisLoss], *, standardised: bool) -> list[str]:
-    """A warning for every open axis that loses nothing; none where counts were given or nothing goes at all.
+    """Return a warning for every open axis that loses nothing; none if counts were given or nothing is removed.
 
     Args:
-        ranking: of the run.
-        losses: of every open axis.
+        ranking: ranking of the run.
+        losses: losses of every open axis.
         standardised: whether the method itself puts its scores on one scale, so that no normalisation applies.
     """
     if ranking.score.counts or not any(loss.removed for loss in losses):
         return []
-    found = []
+    warnings = []
     for axis in (loss.axis for loss in losses if not loss.removed):
         others = [loss.axis for loss in losses if loss.axis != axis]
-        why, remedies = _reason(ranking, axis, others, standardised)
-        found.append(
-            f"The axis {axis} is open and loses nothing: {why}. To take some of it: {'; '.join(remedies)}. To leave "
-            f"it: score.axes=[{','.join(others)}]."
+        reason, remedies = _reason(ranking, axis, others, standardised)
+        warnings.append(
+            f"The axis {axis} is open and loses nothing: {reason}. To remove some of it: {'; '.join(remedies)}. To "
+            f"close it: score.axes=[{','.join(others)}]."
         )
-    return found
+    return warnings
 
 
 def _reason(
     ranking: Ranking, axis: ScoreAxis, others: Sequence[ScoreAxis], standardised: bool
 ) -> tuple[str, Sequence[str]]:
-    """Why nothing of an axis goes, and what changes that."""
+    """Return why nothing of an axis is removed, and the options that change it."""
     score, scope = ranking.score, ranking.scope
     if axis == "heads" and scope.whole_groups and scope.units("kv_heads") == 1 and not score.allow_empty:
         one_by_one = ["score.heads_unit=query_head"] if scope.dense.group_size > 1 else []
-        return "each layer has one KV head, which stays", [*one_by_one, "score.allow_empty=true"]
+        return "each layer has one KV head, which is kept", [*one_by_one, "score.allow_empty=true"]
     if score.uniform:
-        why = "every smaller number is beyond the goal or fits no stock architecture"
-        return why, ["a larger ratio", "score.uniform=false"]
+        reason = "every smaller number is beyond the goal or fits no stock architecture"
+        return reason, ["a larger ratio", "score.uniform=false"]
     if score.is_local:
         among_all = [] if "hidden" in score.axes else ["score.ranking=global"]
-        return "one unit in every open layer is beyond what the goal leaves", ["a larger ratio", *among_all]
-    why = f"each of its units scores above all that goes of {' and '.join(others)}, as score.normalise compares them"
+        return "one unit in every open layer is more than the rest of the goal", ["a larger ratio", *among_all]
+    reason = f"each of its units scores above all removed {' and '.join(others)}, as score.normalise compares them"
     ways = () if score.aggregation == "prod" else ("layer", "axis")
     named = [f"score.normalise={way}" for way in ways if way != score.normalise and not standardised]
-    return why, [*named, "score.ranking=local"]
+    return reason, [*named, "score.ranking=local"]

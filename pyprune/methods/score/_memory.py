@@ -1,9 +1,10 @@
-"""What scoring holds beside the model: an account by design, and the measured peak."""
+"""The memory of scoring in addition to the model: an account by design, and the measured peak."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,15 +20,15 @@ from pyprune.methods.score.base import Scoring
 
 @dataclass
 class Account:
-    """Bytes held beside the model while scores are taken.
+    """Bytes held in addition to the model while scores are taken.
 
     Attributes:
-        model: weights of the model in memory; 0 where they are read from disk, one tensor or layer at a time.
-        state: what lives through all steps (a displacement, sums of gradients, statistics of activations, or the
+        model: weights of the model in memory; 0 if they are read from disk, one tensor or layer at a time.
+        state: data held through all steps (a displacement, sums of gradients, statistics of activations, or the
             streams of a model on disk).
         layer: changed weights and gradients that exist at once: of one layer, or of all open parameters; 0 for
             methods without gradients.
-        layerwise: which of the two.
+        layerwise: true if ``layer`` counts one layer.
         peak: largest memory of the process (CPU, resident) or of the device (GPU, allocated) meanwhile.
     """
 
@@ -39,23 +40,23 @@ class Account:
     peak: int = 0
 
     def gradients(self, report: GradientReport, *, copies: int, changed: bool = False) -> None:
-        """State how gradients were taken.
+        """Count the memory of a pass of gradients.
 
         Args:
-            report: of the pass.
-            copies: float32 copies of open parameters that lived through the steps: of all of them, or of one layer's
-                where all passes went through it together.
+            report: report of the pass.
+            copies: float32 copies of open parameters that were held through the steps: of all of them, or of one
+                layer's if all passes went through it together.
             changed: whether the weights were changed (a copy of them) or read in place.
         """
-        gradients = _by_layer(self.run.opened, _wide_bytes)
-        at_work = _by_layer(self.run.opened, lambda p: _wide_bytes(p) + (_bytes(p) if changed else 0))
-        self.state = copies * _held(gradients, of_one=report.together) + report.streams
-        self.layer = _held(at_work, of_one=report.layerwise)
+        gradients = _layer_bytes(self.run.open_params, _wide_bytes)
+        at_work = _layer_bytes(self.run.open_params, lambda p: _wide_bytes(p) + (_bytes(p) if changed else 0))
+        self.state = copies * _total_bytes(gradients, of_one=report.together) + report.streams
+        self.layer = _total_bytes(at_work, of_one=report.layerwise)
         self.layerwise = report.layerwise
 
     def write(self) -> None:
         """Put the account into the run's details and notes."""
-        # In later rounds a copy of all weights undoes the mask of the earlier ones.
+        # Later rounds hold a copy of all weights, which undoes the mask afterwards.
         held = self.state + (self.model if self.run.masked else 0)
         unit = "one layer's" if self.layerwise else "all open layers'"
         layer = f" and {_mb(self.layer)} for {unit} weights and gradients" if self.layer else ""
@@ -66,15 +67,15 @@ class Account:
             "layerwise": self.layerwise,
             "peak_bytes": self.peak,
         }
-        beside = f"the model's {_mb(self.model)}" if self.model else "what it read from disk at a time"
+        model = f"the model's {_mb(self.model)}" if self.model else "the part that it read from disk at a time"
         self.run.note(
-            f"Scoring held, beside {beside}: {_mb(held)} through all steps{layer}; peak memory {_mb(self.peak)}."
+            f"In addition to {model}, scoring held {_mb(held)} through all steps{layer}; peak memory {_mb(self.peak)}."
         )
 
 
 @contextmanager
-def measured(run: Scoring) -> Iterator[Account]:
-    """Measure the peak meanwhile and report it."""
+def measure_memory(run: Scoring) -> Iterator[Account]:
+    """Measure the peak memory meanwhile and report it."""
     cuda = run.device.type == "cuda"
     account = Account(run, sum(_bytes(p) for p in run.model.parameters() if not p.is_meta))
     if cuda:
@@ -87,7 +88,7 @@ def measured(run: Scoring) -> Iterator[Account]:
 
 
 def _reset_resident_peak() -> None:
-    """Linux lets a process forget its peak; elsewhere the reported peak is that of its whole life."""
+    """Reset the process's peak on Linux; elsewhere the reported peak is that of its whole life."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -103,16 +104,16 @@ def _resident_peak() -> int:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _by_layer(params: Iterable[NamedParam], count: Callable[[Tensor], int]) -> dict[int | None, int]:
-    """Bytes of the parameters of each layer, and under None of those outside of the layers."""
-    found: dict[int | None, int] = {}
+def _layer_bytes(params: Iterable[NamedParam], count: Callable[[Tensor], int]) -> dict[int | None, int]:
+    """Return the bytes of the parameters of each layer, and under None of those outside of the layers."""
+    sizes: Counter[int | None] = Counter()
     for param in params:
-        found[param.layer] = found.get(param.layer, 0) + count(param.parameter)
-    return found
+        sizes[param.layer] += count(param.parameter)
+    return sizes
 
 
-def _held(sizes: Mapping[int | None, int], *, of_one: bool) -> int:
-    """Of the largest layer, or of all, and what is outside of the layers."""
+def _total_bytes(sizes: Mapping[int | None, int], *, of_one: bool) -> int:
+    """Return the bytes outside of the layers plus those of the largest layer (``of_one``), or of all layers."""
     inner = [size for layer, size in sizes.items() if layer is not None]
     return sizes.get(None, 0) + (max(inner, default=0) if of_one else sum(inner))
 
@@ -122,7 +123,7 @@ def _bytes(tensor: Tensor | nn.Parameter) -> int:
 
 
 def _wide_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor's gradient or displacement: float32, or float64 for float64."""
+    """Return the bytes of the tensor's gradient or displacement: float32, or float64 for float64."""
     return tensor.numel() * max(4, tensor.element_size())
 
 

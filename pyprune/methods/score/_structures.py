@@ -1,9 +1,9 @@
 """From element scores to structures: which parameters are open, and the running sums of their structures.
 
-A structure is what one head, FFN channel or hidden channel owns in one module (its row of q_proj with the bias, its
-column of o_proj); a structure sums its elements. The projections that are fused in one module count as modules of their
-own. The coupled structures of one unit form a group, which aggregates them (MoreauPruner, equations 4 and 5). Element
-scores are reduced as soon as they are added; what is held is one number a structure.
+A structure is the part of one module that one head, FFN channel or hidden channel owns (its row of q_proj with the
+bias, its column of o_proj); a structure sums its elements. Each projection that is fused in a module counts as a
+separate module. The coupled structures of one unit form a group, which aggregates them (MoreauPruner, equations 4
+and 5). Element scores are reduced as soon as they are added; only one number a structure is held.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Projection:
     """One of the projections that are fused in a parameter; the whole parameter where nothing is fused.
 
     Attributes:
-        axes: what each of its dimensions counts.
-        label: tells it from the others in the same parameter; empty where there are none.
+        axes: the axis of each of its dimensions.
+        label: distinguishes it from the others in the same parameter; empty if there are none.
         dim: the fused dimension; None for a whole parameter.
         start: its first position along ``dim``.
         length: its positions along ``dim``.
@@ -46,34 +46,34 @@ class Projection:
     length: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its part of a tensor of the parameter's shape."""
+        """Return its part of a tensor of the parameter's shape."""
         return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.length)
 
 
 def projections(row: Row, dense: Sizes) -> tuple[Projection, ...]:
-    """The projections that are fused in a parameter, in order; one, the whole, for most parameters."""
+    """Return the projections that are fused in a parameter, in order; most parameters are one projection."""
     dim = row.fused_dim
     if dim is None:
         return (Projection(tuple(axis for (axis,) in row.dimensions)),)
-    found: list[Projection] = []
+    fused: list[Projection] = []
     start = 0
     for number, axis in enumerate(row.dimensions[dim]):
         axes = tuple(axis if d == dim else one[0] for d, one in enumerate(row.dimensions))
         length = axis_width(axis, dense)
-        found.append(Projection(axes, f"[{number}]", dim, start, length))
+        fused.append(Projection(axes, f"[{number}]", dim, start, length))
         start += length
-    return tuple(found)
+    return tuple(fused)
 
 
 @dataclass(frozen=True)
 class OpenUnits:
-    """What is open to pruning.
+    """The axes and layers that are open to pruning.
 
     Attributes:
         dense: the dense sizes.
         axes: the open axes.
         layers: the layers whose heads and FFN are open, ascending. The hidden axis runs through every layer.
-        whole_groups: KV heads go together with their query heads; otherwise only query heads go.
+        whole_groups: KV heads are removed together with their query heads; otherwise only query heads are removed.
     """
 
     dense: Sizes
@@ -109,12 +109,13 @@ class OpenUnits:
         return cls(dense, config.axes, tuple(layers), whole)
 
     def dims(self, row: Row, layer: int | None) -> tuple[tuple[Projection, int, LayerAxis], ...]:
-        """The open dimensions of a parameter's projections, and the structures that each of them counts."""
-        found: list[tuple[Projection, int, LayerAxis]] = []
-        for projection in projections(row, self.dense):
-            places = [self._open_place(axis, layer) for axis in projection.axes]
-            found += [(projection, dim, place) for dim, place in enumerate(places) if place is not None]
-        return tuple(found)
+        """Return the open dimensions of a parameter's projections, and the (layer, axis) of their structures."""
+        return tuple(
+            (projection, dim, place)
+            for projection in projections(row, self.dense)
+            for dim, axis in enumerate(projection.axes)
+            if (place := self._open_place(axis, layer)) is not None
+        )
 
     def _open_place(self, axis: str, layer: int | None) -> LayerAxis | None:
         if axis == "hidden" and "hidden" in self.axes:
@@ -126,15 +127,15 @@ class OpenUnits:
             return "heads" in self.axes and self.whole_groups
         return axis in ("heads", "ffn") and axis in self.axes
 
-    def opened(self, model: PreTrainedModel) -> tuple[NamedParam, ...]:
-        """The parameters that own at least one open structure, in the model's order.
+    def open_params(self, model: PreTrainedModel) -> tuple[NamedParam, ...]:
+        """Return the parameters that own at least one open structure, in the model's order.
 
         Methods that change weights change such a parameter as a whole, a fused one with its closed projections.
         """
         return tuple(p for p in named_axes(model) if self.dims(p.row, p.layer))
 
     def units(self, axis: str) -> int:
-        """How many structures an axis has in a layer (hidden: in the model)."""
+        """Return how many structures an axis has in a layer (hidden: in the model)."""
         return {
             "heads": self.dense.num_attention_heads,
             "kv_heads": self.dense.num_key_value_heads,
@@ -164,9 +165,9 @@ class StructureScores:
     """Sums of element scores, one number a structure.
 
     Args:
-        scope: what is open.
+        scope: the open axes and layers.
         aggregation: sum, mean, max or prod over the structures of a group; prod is kept as the sum of logarithms,
-            which ranks the same and cannot underflow.
+            which gives the same order and cannot underflow.
 
     Attributes:
         standardised: set by a scorer whose scores are positions on a scale, negative ones among them.
@@ -192,8 +193,8 @@ class StructureScores:
         module = param.name.rpartition(".")[0]
         for projection, dim, (layer, axis) in self.scope.dims(param.row, param.layer):
             size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
-            own = None if weight is None else projection.of(weight)
-            values = channel_sums(projection.of(factor), own, dim, signed=signed, size=size)
+            part = None if weight is None else projection.of(weight)
+            values = channel_sums(projection.of(factor), part, dim, signed=signed, size=size)
             self.add_structures(layer, axis, module + projection.label, values)
 
     def add_structures(self, layer: int | None, axis: str, module: str, values: Tensor) -> None:
@@ -202,7 +203,7 @@ class StructureScores:
         Args:
             layer: dense layer index; None for the hidden axis.
             axis: heads, kv_heads, ffn or hidden.
-            module: which of the coupled structures this is (weight and bias of a module are one).
+            module: name of the module that owns the structures (its weight and bias count together).
             values: [heads, KV heads, FFN or hidden channels], finite; at least 0 where the aggregation is prod.
 
         Raises:
@@ -217,32 +218,32 @@ class StructureScores:
         if not torch.isfinite(values).all():
             raise ScoreError(
                 f"Scores of {module} ({axis}) hold {int((~torch.isfinite(values)).sum())} values that are not finite: "
-                "the model's weights hold NaN or infinity (pyprune eval says so), or gradients overflowed; for the "
-                "second use dtype float32, or a smaller gamma or sigma."
+                "the model's weights hold NaN or infinity (pyprune eval reports them), or gradients overflowed; for "
+                "the second use dtype float32, or a smaller gamma or sigma."
             )
         held = self.sums.setdefault((layer, axis), {})
         held[module] = held[module] + values if module in held else values
 
-    def of_bundle(self, scores: Sequence[float]) -> float:
-        """The score of units that go together: their sum; their mean where negative scores would make many units less.
+    def bundle_score(self, scores: Sequence[float]) -> float:
+        """Return the score of units that are removed together: the sum, or the mean if scores can be negative.
 
-        Such are standardised scores and logarithms.
+        Standardised scores and logarithms can be negative; their sum would be smaller for more units.
         """
         total = math.fsum(scores)
         return total / len(scores) if self.standardised or self.aggregation == "prod" else total
 
     def group_scores(self, layer: int | None, axis: str) -> Tensor:
-        """Scores of the groups of one axis, float64 [units]: KV groups or query heads, FFN or hidden channels.
+        """Return the scores of the groups of one axis, float64 [units]: KV groups or query heads, FFN or hidden.
 
         Raises:
             ScoreError: nothing was added for them.
         """
-        own = self._structures(layer, axis)
+        structures = self._structures(layer, axis)
         if axis != "heads" or not self.scope.whole_groups:
-            return _aggregate(own, self.aggregation)
+            return _aggregate(structures, self.aggregation)
         kv_heads = self.scope.dense.num_key_value_heads
-        # Query head q reads KV head q // group_size, so the heads of a group lie side by side.
-        queries = own.view(len(own), kv_heads, -1).transpose(1, 2).reshape(-1, kv_heads)
+        # Query head q reads KV head q // group_size, so the heads of a group are neighbours.
+        queries = structures.view(len(structures), kv_heads, -1).transpose(1, 2).reshape(-1, kv_heads)
         coupled = [queries]
         if (layer, "kv_heads") in self.sums:
             coupled.append(self._structures(layer, "kv_heads"))
@@ -256,7 +257,7 @@ class StructureScores:
 
 
 def _aggregate(structures: Tensor, how: str) -> Tensor:
-    """[structures, units] -> [units]."""
+    """Aggregate scores [structures, units] to [units]."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "sum": lambda s: s.sum(0),
         "mean": lambda s: s.mean(0),
@@ -266,12 +267,10 @@ def _aggregate(structures: Tensor, how: str) -> Tensor:
     return functions[how](structures)
 
 
-def opened_places(scope: OpenUnits) -> tuple[tuple[int | None, ScoreAxis], ...]:
-    """(layer, axis) of everything that is ranked, in the order in which ties are broken."""
-    found: list[tuple[int | None, ScoreAxis]] = []
+def ranked_places(scope: OpenUnits) -> tuple[tuple[int | None, ScoreAxis], ...]:
+    """Return the (layer, axis) of all ranked units, in the order in which ties are broken."""
     inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
-    for layer in scope.layers:
-        found += [(layer, axis) for axis in inner if axis in scope.axes]
-    if "hidden" in scope.axes:
-        found.append((None, "hidden"))
-    return tuple(found)
+    places: list[tuple[int | None, ScoreAxis]] = [
+        (i, axis) for i in scope.layers for axis in inner if axis in scope.axes
+    ]
+    return (*places, (None, "hidden")) if "hidden" in scope.axes else tuple(places)

@@ -1,27 +1,26 @@
-"""The one interface of all scoring methods: give element scores, the rest follows.
+"""The one interface of all scoring methods: a scorer adds element scores, the rest is shared.
 
     def score(run: Scoring) -> None:
-        for param in run.opened:                       # parameters with open structures, in the model's order
+        for param in run.open_params:                       # parameters with open structures, in the model's order
             run.add(param, some_tensor_like_the_weight)  # element score = |tensor * weight|
 
-What a scorer may call:
+A scorer may call:
 
-* ``run.add(param, factor)``: element scores ``factor * weight`` (the weight as removal sees it: 1 + w for Gemma's
-  norms), reduced to structures at once, so add each parameter as soon as its scores exist. May be called several times;
-  scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
+* ``run.add(param, factor)``: element scores ``factor * weight`` (the weight that removal takes away: 1 + w for Gemma's
+  norms). They are reduced to structures at once, so add each parameter as soon as its scores exist. It may be called
+  several times; scores add up. ``signed=True`` takes |sum| of each channel instead of the sum of absolute values.
 * ``run.add_elements(param, elements)``: ready element scores (Wanda: |w| times the norm of its input).
 * ``run.add_units(layer, axis, values)``: ready scores of units: heads [query heads], kv_heads, ffn or hidden (FLAP).
-* ``run.moments(...)``: statistics of what modules read and write, ``run.module_weight(name)`` and
+* ``run.moments(...)``: statistics of the inputs and outputs of modules, ``run.module_weight(name)`` and
   ``run.module_bias(name)``.
-* ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (what all scoring methods share),
+* ``run.model``, ``run.samples`` (token ids, int64 [N, T]), ``run.score`` (options that all scoring methods share),
   ``own_options(run.request, NameOptions)``, ``run.scope`` (open axes and layers), ``run.note(...)``, ``run.warn(...)``
   and ``run.details`` for the report.
 
-A scorer leaves the model as it was. In later rounds of ``score.iterations`` it sees the masked model
-(``run.masked`` is True). ``_gradients.py`` gives gradients one layer at a time for methods that need them, and
-``pyprune/probe/activations.py`` statistics of what modules read and write. A scorer that takes weights, statistics and
-gradients only from there scores a model on disk as well; it says of which axes (``from_disk``). ``run.module(name)`` is
-what it may listen to, and parameters that gradients come with have their values.
+A scorer must not change the model. In later rounds of ``score.iterations`` it sees the masked model (``run.masked`` is
+True). ``_gradients.py`` takes gradients one layer at a time, and ``pyprune/probe/activations.py`` takes statistics of
+inputs and outputs. A scorer that uses only these and ``run`` scores a model on disk as well, on the axes that it
+declares (``from_disk``). It may hook ``run.module(name)``. Parameters that gradients come with have their values.
 """
 
 from __future__ import annotations
@@ -49,19 +48,15 @@ from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, opened_places
+from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, ranked_places
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import Moments, gather_moments
 
-__all__ = [
-    "Scoring", "decide_by_scores", "ranking_of", "score_spread",
-]  # fmt: skip
-
 NEAR = 0.9
-"""Share of the goal below which a plan is warned of."""
+"""Share of the goal; a plan that removes less causes a warning."""
 
 MANY_ZEROS = 0.5
-"""Share of units with a score of exactly zero above which a ranking is mostly the tie-break, and a warning."""
+"""Share of units with a score of exactly zero; above it a ranking is mostly the tie-break, which causes a warning."""
 
 UNIFORM_NOTE = (
     "uniform: all layers are open and lose the same count (ranking, normalise, first_layer, last_layer unused)."
@@ -70,19 +65,19 @@ UNIFORM_NOTE = (
 
 @dataclass
 class Scoring:
-    """One round of scoring: what a scorer reads and where it puts its scores.
+    """One round of scoring: the inputs of a scorer and the sums of its scores.
 
     Attributes:
-        model: the dense (or, in later rounds, masked) model; leave it as it is.
+        model: the dense (or, in later rounds, masked) model; do not change it.
         samples: token ids, int64 [N, T]; empty for methods that read no text.
-        request: what the plan is to reach, and the options.
+        request: the goal of the plan, and the options.
         scope: the open axes and layers.
-        opened: the parameters that own open structures, in the model's order.
+        open_params: the parameters that own open structures, in the model's order.
         masked: whether earlier rounds have zeroed structures of this model.
         scores: the structures' running sums.
-        stored: where weights are read from, a tensor or a layer at a time; None = from the model.
+        stored: the files from which weights are read, a tensor or a layer at a time; None = they are in the model.
         notes: sentences for the report.
-        warnings: what the user should worry about.
+        warnings: problems that the user should know.
         details: plain JSON data for the report.
     """
 
@@ -90,7 +85,7 @@ class Scoring:
     samples: Tensor
     request: PlanRequest
     scope: OpenUnits
-    opened: tuple[NamedParam, ...]
+    open_params: tuple[NamedParam, ...]
     masked: bool
     scores: StructureScores
     stored: StoredModel | None = None
@@ -108,60 +103,60 @@ class Scoring:
         masked: bool = False,
         stored: StoredModel | None = None,
     ) -> Scoring:
-        """Open the structures that the options name, with no scores yet."""
+        """Open the structures that the options name, without any scores yet."""
         scope = OpenUnits.of(request.identity.dense, request.score)
         scores = StructureScores(scope, request.score.aggregation)
-        return cls(model, samples, request, scope, scope.opened(model), masked, scores, stored)
+        return cls(model, samples, request, scope, scope.open_params(model), masked, scores, stored)
 
     @cached_property
     def layers(self) -> StoredLayers | None:
-        """The layers of a model on disk, read one at a time; None where the model is in memory."""
+        """Return the layers of a model on disk, read one at a time; None if the model is in memory."""
         return None if self.stored is None else StoredLayers(self.stored)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Return the device that the model computes on."""
         return self.model.device if self.stored is None else self.stored.device
 
     def module(self, name: str) -> nn.Module:
-        """A module that can be listened to; of a model on disk its weights are there only while its layer runs."""
+        """Return a module for hooks; of a model on disk its weights are in memory only while its layer runs."""
         return (self.model if self.layers is None else self.layers.model).get_submodule(name)
 
     @property
     def score(self) -> ScoreConfig:
-        """The options that all scoring methods share."""
+        """Return the options that all scoring methods share."""
         return self.request.score
 
     def output_projections(self) -> dict[LayerAxis, str]:
-        """Name of the module that the heads or FFN channels of each open (layer, axis) are the input of."""
+        """Return the module whose input the heads or FFN channels are: open (layer, axis) -> its name."""
         family = self.request.family
         blocks: dict[ScoreAxis, Block] = {"heads": "attention", "ffn": "mlp"}
         return {
             (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(blocks[axis])}"
-            for layer, axis in opened_places(self.scope)
+            for layer, axis in ranked_places(self.scope)
         }
 
     @torch.no_grad()
     def weight(self, param: NamedParam) -> Tensor:
-        """The values whose disappearance removal means: w, or 1 + w for norms that multiply by it."""
+        """Return the values that a removal takes away: w, or 1 + w for norms that multiply by it."""
         values = param.parameter.detach()
         if self.stored is not None and values.is_meta:
             values = self.stored.read(param.name)
         return self.request.family.used(param.row, values)
 
     def module_weight(self, module: str) -> Tensor:
-        """The weight of a linear module by its name."""
+        """Return the weight of a linear module by its name."""
         if self.stored is not None:
             return self.stored.read(f"{module}.weight")
         return cast(nn.Linear, self.model.get_submodule(module)).weight.detach()
 
     def module_bias(self, module: str) -> Tensor | None:
-        """The bias of a module by its name; None if it has none."""
+        """Return the bias of a module by its name; None if it has none."""
         bias = getattr(self.model.get_submodule(module), "bias", None)
         return bias if bias is None or self.stored is None else self.stored.read(f"{module}.bias")
 
     def moments(self, *, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Moments]:
-        """Moments of what modules read or write on the samples; see :func:`gather_moments`."""
+        """Return the moments of modules' inputs or outputs on the samples; see :func:`gather_moments`."""
         source = self.model if self.layers is None else self.layers
         size = self.score.batch_size
         return gather_moments(source, self.samples, inputs=inputs, outputs=outputs, batch_size=size)
@@ -171,7 +166,7 @@ class Scoring:
         """Add the element scores ``factor * weight``.
 
         Args:
-            param: one of ``opened``.
+            param: one of ``open_params``.
             factor: of the parameter's shape.
             signed: each channel counts |sum of its elements| instead of the sum of their absolute values.
         """
@@ -194,11 +189,11 @@ class Scoring:
         self.scores.add_structures(layer, axis, part, values)
 
     def note(self, text: str) -> None:
-        """Say something that a reader of the report must know."""
+        """Add a sentence that a reader of the report must know."""
         self.notes.append(text)
 
     def warn(self, text: str) -> None:
-        """Say something that the user should worry about."""
+        """Add a problem that the user should know."""
         self.warnings.append(text)
 
 
@@ -210,7 +205,7 @@ def decide_by_scores(
     *,
     stored: StoredModel | None = None,
 ) -> PlanDecision:
-    """Score, rank and decide, in as many rounds as ``score.iterations`` says. The model comes back unchanged.
+    """Score, rank and decide, in ``score.iterations`` rounds. The model comes back unchanged.
 
     Later rounds score the masked model and, in memory, hold one more copy of its weights meanwhile. Notes and details
     are those of the last round, warnings those of all.
@@ -219,14 +214,14 @@ def decide_by_scores(
         scorer: adds the scores of a round.
         model: a dense model of a known family; a scorer that reads no weights may be used on the meta device.
         samples: calibration token ids, int64 [N, T].
-        request: what the plan is to reach.
-        stored: where weights are read from, of a model on the meta device.
+        request: the goal of the plan.
+        stored: the files from which weights are read, if the model is on the meta device.
 
     Raises:
         ConfigError: options that do not fit the model, or a goal that cannot be reached.
         ScoreError: scores that cannot rank anything.
     """
-    ranking = ranking_of(model, request)
+    ranking = make_ranking(model, request)
     ranking.check_goal()
     rounds = request.score.iterations
     plan = ranking.identity
@@ -247,7 +242,7 @@ def decide_by_scores(
     warnings += _shortfall(ranking, share)
     if request.score.uniform:
         notes.append(UNIFORM_NOTE)
-        warnings += _uniform_warnings(ranking.why_not_stock(plan))
+        warnings += _uniform_warnings(ranking.stock_obstacles(plan))
     details = {
         "rounds": rounds,
         "share_removed": share,
@@ -265,8 +260,8 @@ def _masked(model: PreTrainedModel, plan: PrunePlan, stored: StoredModel | None)
     return stored.transformed(Masking(stored.family, stored.config, plan).apply_)
 
 
-def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:
-    """What turns one round's scores of a model into plans; only the goal in ``request`` changes which.
+def make_ranking(model: PreTrainedModel, request: PlanRequest) -> Ranking:
+    """Return the ranking that turns a round's scores of a model into plans; only the goal in ``request`` changes them.
 
     Raises:
         ConfigError: open layers that the model does not have.
@@ -274,10 +269,10 @@ def ranking_of(model: PreTrainedModel, request: PlanRequest) -> Ranking:
     scope = OpenUnits.of(request.identity.dense, request.score)
     biases = request.reconstruct == "bias"
 
-    def why_not_stock(plan: PrunePlan) -> tuple[str, ...]:
+    def stock_obstacles(plan: PrunePlan) -> tuple[str, ...]:
         return target_of(model, plan, biases=biases).stock_obstacles
 
-    return Ranking(request, scope, why_not_stock)
+    return Ranking(request, scope, stock_obstacles)
 
 
 def _shortfall(ranking: Ranking, share: float) -> list[str]:
@@ -288,28 +283,28 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     names = [steps[axis] for axis in score.axes if axis in steps]
     closer = [f"smaller steps ({', '.join(names)})"] if names else []
     if score.is_local or score.axes == ("hidden",):
-        why = "every further step is larger than what is left of the goal"
+        reason = "every further step is larger than the rest of the goal"
         if not score.uniform and "hidden" not in score.axes:
             closer.append("the ranking 'global'")
         if len(ranking.scope.layers) < ranking.scope.dense.num_layers:
             closer.append("more open layers")
     else:
-        why = "the next unit in the order of the scores is larger than what is left, and none is passed over"
-        closer.append("the ranking 'local', which goes on with smaller steps")
+        reason = "the next unit in the order of the scores is larger than the rest of the goal, and none is skipped"
+        closer.append("the ranking 'local', which continues with smaller steps")
     if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
-    advice = f" What may come closer: {'; '.join(closer)}." if closer else ""
-    return [f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {why}.{advice}"]
+    advice = f" This may come closer: {'; '.join(closer)}." if closer else ""
+    return [f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {reason}.{advice}"]
 
 
 def _goal_note(request: PlanRequest, share: float, left: int) -> str:
     if request.score.counts:
         counts = ", ".join(f"{axis} {count}" for axis, count in request.score.counts.items())
-        asked = f"counts were given ({counts} stay in every open layer; the ratio was not used)"
+        asked = f"counts were given ({counts} are kept in every open layer; the ratio was not used)"
     else:
         unit = " of the hidden channels" * (request.ratio_of == "hidden")
         asked = f"asked for {request.ratio:.2%}{unit}"
-    return f"{share:.2%} of the parameters go, {left:,} stay; {asked}."
+    return f"{share:.2%} of the parameters are removed, {left:,} are kept; {asked}."
 
 
 def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
@@ -317,46 +312,43 @@ def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
         return []
     return [
         f"No stock architecture fits although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
-        "beside vLLM or Transformers; score.axes=[ffn] keeps the heads, which is what most architectures want."
+        "in addition to vLLM or Transformers; score.axes=[ffn] keeps the heads, which most architectures require."
     ]
 
 
 def score_spread(run: Scoring) -> dict[str, dict[str, float | None]]:
-    """Axis -> number of units, smallest, median and largest group score, and the share of exact zeros.
+    """Return axis -> number of units, smallest, median and largest group score, and the share of exact zeros.
 
     None stands for a score that is not finite: the logarithm of a product of 0.
     """
-    found: dict[str, dict[str, float | None]] = {}
+    spread: dict[str, dict[str, float | None]] = {}
     for axis in run.scope.axes:
-        values = _all_scores(run, axis)
-        found[axis] = {
+        places = [place for place in ranked_places(run.scope) if place[1] == axis]
+        values = torch.cat([run.scores.group_scores(*place) for place in places])
+        spread[axis] = {
             "units": values.numel(),
             "zeros": float((values == 0).double().mean()),
             "smallest": _finite(values.min()),
             "median": _finite(values.median()),
             "largest": _finite(values.max()),
         }
-    return found
+    return spread
 
 
 def _finite(value: Tensor) -> float | None:
-    """JSON has no infinity."""
+    """Return the number, or None if it is infinite, for JSON."""
     return float(value) if bool(torch.isfinite(value)) else None
 
 
-def _all_scores(run: Scoring, axis: str) -> Tensor:
-    return torch.cat([run.scores.group_scores(layer, a) for layer, a in opened_places(run.scope) if a == axis])
-
-
 def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[str]:
-    """Scores that are all alike say nothing; a ranking by them is the tie-break. What has gone does not count."""
-    found = []
+    """Warn of equal scores, which only the tie-break ranks; units that are removed already do not count."""
+    warnings = []
     for axis in run.scope.axes:
-        places = [place for place in opened_places(run.scope) if place[1] == axis]
-        values = torch.cat([ranking.remaining(run.scores, before, *place) for place in places])
+        places = [place for place in ranked_places(run.scope) if place[1] == axis]
+        values = torch.cat([ranking.remaining_scores(run.scores, before, *place) for place in places])
         zeros = float((values == 0).double().mean())
         if values.numel() > 1 and bool((values == values[0]).all()):
-            found.append(f"The scores say nothing: every unit of {axis} has the score {float(values[0]):.4g}.")
+            warnings.append(f"The scores rank nothing: every unit of {axis} has the score {float(values[0]):.4g}.")
         elif run.score.aggregation != "prod" and zeros > MANY_ZEROS:
-            found.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
-    return found
+            warnings.append(f"{zeros:.1%} of the {axis} scores are exactly zero; their order is only the tie-break.")
+    return warnings

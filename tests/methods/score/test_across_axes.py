@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.families import parameter_shapes
-from pyprune.methods.score._structures import opened_places
-from pyprune.methods.score.base import ranking_of
+from pyprune.methods.score._structures import ranked_places
+from pyprune.methods.score.base import make_ranking
 from tests._support.models import tiny_model
 from tests._support.scores import NO_SAMPLES, Scores, decision_of, injected, options, scoring_of, widths
 
@@ -67,8 +67,8 @@ def test_normalise_axis_divides_by_the_mean_over_all_open_layers() -> None:
     run = scoring_of(model, NO_SAMPLES, options(normalise="axis", layers=(0, 2, 3)))
     for (layer, axis), values in scores.items():
         run.add_units(layer, axis, torch.tensor(values))
-    ranking = ranking_of(model, run.request)
-    orders = [ranking._order(run.scores, ranking.identity, *place) for place in opened_places(run.scope)]
+    ranking = make_ranking(model, run.request)
+    orders = [ranking._order(run.scores, ranking.identity, *place) for place in ranked_places(run.scope)]
     compared = dict(zip(((o.layer, o.axis) for o in orders), ranking._normalised(orders), strict=True))
     # A KV group sums three query heads; the means are 60 for groups and 2 for channels.
     assert compared[0, "heads"] == pytest.approx([135 / 60] * 2)
@@ -157,5 +157,5 @@ def test_the_one_kv_head_that_has_to_stay_is_why_no_head_goes() -> None:
         )  # fmt: skip
     decided = decision_of(model, NO_SAMPLES, options("random", 0.1))
     (text,) = (text for text in decided.warnings if "loses nothing" in text)
-    assert "each layer has one KV head, which stays" in text
+    assert "each layer has one KV head, which is kept" in text
     assert "score.heads_unit=query_head; score.allow_empty=true" in text

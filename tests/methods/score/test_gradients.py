@@ -15,7 +15,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.errors import DataError
 from pyprune.families import NamedParam
 from pyprune.methods.score._descent import Noise
-from pyprune.methods.score._gradients import Summed, take_gradients
+from pyprune.methods.score._gradients import GradientSum, take_gradients
 from pyprune.methods.score.base import Scoring
 from pyprune.train.loss import causal_loss
 from tests._support.models import TINY, tiny_batch, tiny_model
@@ -40,7 +40,7 @@ def layerwise_gradients(run: Scoring, noise: Noise, draws: int = 1, per_sample: 
     report = take_gradients(
         run,
         lambda param, draw: noise.weights(param, None, draw),
-        Summed(lambda param, grad: found.update({param.name: grad.clone()})),
+        GradientSum(lambda param, grad: found.update({param.name: grad.clone()})),
         draws=draws,
         per_sample=per_sample,
     )
@@ -55,10 +55,10 @@ def ordinary_gradients(run: Scoring, noise: Noise, draws: int = 1) -> dict[str, 
         changed = copy.deepcopy(run.model)
         parameters = dict(changed.named_parameters())
         with torch.no_grad():
-            for param in run.opened:
+            for param in run.open_params:
                 parameters[param.name].copy_(noise.weights(param, None, draw))
         causal_loss(changed, run.samples).backward()
-        for param in run.opened:
+        for param in run.open_params:
             grad = parameters[param.name].grad
             assert grad is not None
             total[param.name] = total.get(param.name, torch.zeros_like(grad)) + grad / draws
@@ -76,7 +76,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 @pytest.mark.parametrize("name", list(TINY))
 def test_layerwise_gradients_equal_an_ordinary_backward_pass(name: str, axes: Sequence[Any]) -> None:
     run = run_for(name, axes=tuple(axes), first_layer=1, last_layer=2)
-    noise = Noise(run.opened, 0.05, seed=3)
+    noise = Noise(run.open_params, 0.05, seed=3)
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     actual = layerwise_gradients(run, noise)
     assert_same(actual, ordinary_gradients(run, noise), 1e-13)
@@ -94,7 +94,7 @@ def test_batches_samples_and_draws_sum_to_the_mean_gradient(
     change: dict[str, Any], per_sample: bool, axes: Sequence[Any]
 ) -> None:
     run = run_for("llama", axes=tuple(axes), **change)
-    noise = Noise(run.opened, 0.05, seed=3)
+    noise = Noise(run.open_params, 0.05, seed=3)
     assert_same(layerwise_gradients(run, noise, 3, per_sample), ordinary_gradients(run, noise, 3), FLOAT32_LOSS)
 
 
@@ -112,7 +112,7 @@ def test_parts_per_sample_are_the_gradients_of_single_samples(name: str) -> None
     for i in range(len(SAMPLES)):
         run.model.zero_grad()
         causal_loss(run.model, SAMPLES[i : i + 1]).backward()
-        for param in run.opened:
+        for param in run.open_params:
             expected = param.parameter.grad
             assert expected is not None
             difference = (parts[param.name][i] * len(SAMPLES) - expected).abs().max()
@@ -139,7 +139,7 @@ def test_only_one_layer_of_changed_weights_exists_at_a_time(axes: Sequence[Any])
 
     asked: list[str] = []
     take_gradients(run, weights, lambda param, part, last: asked.append(param.name))
-    assert len(asked) == len(run.opened)
+    assert len(asked) == len(run.open_params)
     assert most["layers"] == 1
 
 
@@ -154,7 +154,7 @@ def test_gradients_come_last_layer_first_and_stop_at_the_first_open_layer() -> N
 
 def test_dropout_is_off_and_comes_back() -> None:
     run = scoring_of(tiny_model("opt", dropout=0.5).train(), SAMPLES, options())
-    noise = Noise(run.opened, 0.0, seed=0)
+    noise = Noise(run.open_params, 0.0, seed=0)
     first, second = layerwise_gradients(run, noise), layerwise_gradients(run, noise)
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert run.model.training
@@ -176,7 +176,7 @@ class TupleLayer(nn.Module):
 
 def test_a_layer_that_is_no_plain_function_falls_back_to_the_whole_model() -> None:
     run = run_for("llama", first_layer=1)
-    expected = layerwise_gradients(run, Noise(run.opened, 0.0, seed=0))
+    expected = layerwise_gradients(run, Noise(run.open_params, 0.0, seed=0))
     layers = run.model.model.layers
     for i, layer in enumerate(layers):
         wrapped = TupleLayer(layer)
@@ -187,7 +187,7 @@ def test_a_layer_that_is_no_plain_function_falls_back_to_the_whole_model() -> No
     report = take_gradients(
         run,
         lambda param, draw: param.parameter.detach(),
-        Summed(lambda param, grad: found.update({param.name: grad})),
+        GradientSum(lambda param, grad: found.update({param.name: grad})),
     )
     assert not report.layerwise
     assert_same(found, expected, 1e-13)

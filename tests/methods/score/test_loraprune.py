@@ -16,7 +16,7 @@ from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, TrainingError
 from pyprune.families import named_axes
 from pyprune.methods.registry import read_config
-from pyprune.methods.score._structures import opened_places
+from pyprune.methods.score._structures import ranked_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.methods.score.loraprune import score as loraprune
@@ -42,7 +42,7 @@ def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scorin
 
 
 def group_scores(run: Scoring) -> Tensor:
-    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in opened_places(run.scope)])
+    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in ranked_places(run.scope)])
 
 
 def test_the_guided_gradient_is_the_change_of_the_product() -> None:
@@ -69,7 +69,7 @@ def test_the_first_step_is_the_squared_taylor_score_seen_through_a(name: str) ->
     config = options({"momentum": 0.0}, {"steps": 1}, layers=(1,))
     run = scored(model, config)
     expected = scoring_of(model, SAMPLES, config)
-    params = {p.name: p for p in expected.opened if p.parameter.dim() == 2}
+    params = {p.name: p for p in expected.open_params if p.parameter.dim() == 2}
     grads = weight_gradients(model, list(params))
     targets = [n.removesuffix(".weight") for n in params]
     lora = RecoverConfig(rank=8, alpha=16.0, train=config.options.train)
@@ -118,7 +118,7 @@ def test_the_gradients_are_the_clipped_ones(optimizer: str) -> None:
 def _first_gradients(model: Any) -> dict[str, Tensor]:
     """Gradients of the factors before the first step."""
     config = options({}, {"steps": 1})
-    targets = [n.removesuffix(".weight") for n in (p.name for p in scoring_of(model, SAMPLES, config).opened)]
+    targets = [n.removesuffix(".weight") for n in (p.name for p in scoring_of(model, SAMPLES, config).open_params)]
     lora = RecoverConfig(rank=8, alpha=16.0, train=config.options.train)
     with adapters(model, targets, lora) as adapted:
         causal_loss(adapted, SAMPLES).backward()

@@ -16,7 +16,7 @@ from pyprune.methods.base import own_options
 from pyprune.methods.registry import get_method, method_modules, method_preset
 from pyprune.methods.score import ScoreMethod, Scorer
 from pyprune.methods.score._descent import Descent, Noise
-from pyprune.methods.score._structures import opened_places
+from pyprune.methods.score._structures import ranked_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.run.recipe import build_config
@@ -47,7 +47,7 @@ def scored(model: Any, config: PruneConfig) -> Scoring:
 
 
 def group_scores(run: Scoring) -> Tensor:
-    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in opened_places(run.scope)])
+    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in ranked_places(run.scope)])
 
 
 def gradients_at(model: Any, weights: dict[str, Tensor], samples: Tensor = SAMPLES) -> dict[str, Tensor]:
@@ -75,8 +75,8 @@ def soft_threshold_rows(x: Tensor, threshold: float) -> Tensor:
 def algorithm_1(run: Scoring) -> dict[str, Tensor]:
     """The paper's Algorithm 1, line by line, on the weights themselves."""
     config = own_options(run.request, MoreauOptions)
-    noise = Noise(run.opened, config.sigma, config.seed)
-    names = {p.name: p for p in run.opened}
+    noise = Noise(run.open_params, config.sigma, config.seed)
+    names = {p.name: p for p in run.open_params}
     start = {n: p.parameter.detach().clone() for n, p in names.items()}
     w = dict(start)
     for t in range(config.steps):
@@ -112,7 +112,7 @@ def test_the_scores_are_those_of_algorithm_1(name: str, method: str, constants: 
     run = scored(model, config)
     literal = scoring_of(model, SAMPLES, config)
     elements = algorithm_1(literal)
-    for param in literal.opened:
+    for param in literal.open_params:
         literal.add_elements(param, elements[param.name])
     # Carried weights lose what is below float64's spacing at w: OPT's ReLU channels that never fire.
     torch.testing.assert_close(group_scores(run), group_scores(literal), rtol=1e-6, atol=1e-12)
@@ -200,10 +200,10 @@ def test_a_converged_run_is_at_the_proximal_point() -> None:
     config = options("moreau", constants, layers=(1,))
     run = scoring_of(model, SAMPLES, config)
     descent = Descent.start(run)
-    while not descent.converged:
+    while not descent.has_converged:
         descent.step(run, len(descent.residuals))
         assert len(descent.residuals) < 300
-    moved = {p.name: p.parameter.detach() + descent.deltas[p.name] for p in run.opened}
+    moved = {p.name: p.parameter.detach() + descent.deltas[p.name] for p in run.open_params}
     for name, grad in gradients_at(model, moved).items():
         delta = descent.deltas[name]
         assert float((delta + 0.01 * grad).norm()) <= 1e-4 * float(delta.norm()) + 1e-9, name
@@ -250,9 +250,9 @@ def test_the_memory_of_a_masked_round_counts_the_saved_weights() -> None:
 def test_noise_is_a_function_of_the_seed_and_disjoint_between_parameters_and_draws() -> None:
     model = tiny_model("llama")
     run = scoring_of(model, SAMPLES, options("moreau"))
-    noise = Noise(run.opened, 0.05, 7)
+    noise = Noise(run.open_params, 0.05, 7)
     gate, up = (
-        p for p in run.opened if p.name.endswith(("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"))
+        p for p in run.open_params if p.name.endswith(("layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"))
     )
 
     def z(param: Any, draw: int, source: Noise = noise) -> Tensor:
@@ -260,7 +260,11 @@ def test_noise_is_a_function_of_the_seed_and_disjoint_between_parameters_and_dra
         return (source.weights(param, None, draw) - w) / (0.05 * w.abs())
 
     assert torch.equal(z(gate, 0), z(gate, 0))
-    pairs = [(z(gate, 0), z(up, 0)), (z(gate, 0), z(gate, 1)), (z(gate, 0), z(gate, 0, Noise(run.opened, 0.05, 8)))]
+    pairs = [
+        (z(gate, 0), z(up, 0)),
+        (z(gate, 0), z(gate, 1)),
+        (z(gate, 0), z(gate, 0, Noise(run.open_params, 0.05, 8))),
+    ]
     for a, b in pairs:
         assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.1
     assert float(z(gate, 0).std()) == pytest.approx(1.0, abs=0.05)
@@ -289,8 +293,8 @@ def test_taylor_scores_are_their_definitions(variant: str, batch_size: int | Non
     model = tiny_model("llama").double()
     run = scored(model, options("taylor", form=variant, batch_size=batch_size, axes=axes))
     expected = scoring_of(model, SAMPLES, options("taylor", axes=axes))
-    grads = per_sample(model, [p.name for p in expected.opened])
-    for param in expected.opened:
+    grads = per_sample(model, [p.name for p in expected.open_params])
+    for param in expected.open_params:
         w, g = param.parameter.detach(), grads[param.name]
         first, second = w * g.mean(0), w * g.square().mean(0) * w
         elements = {"param_second": second, "param_mix": first - second / 2}.get(variant, first)

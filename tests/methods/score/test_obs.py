@@ -210,8 +210,8 @@ def test_without_text_it_is_refused() -> None:
 
 def test_what_cannot_be_inverted_is_refused() -> None:
     weight, moments, sensitivity = random_moments(5, 12)
-    with pytest.raises(ScoreError, match=r"what the channels of layer 3 give cannot.*more damping than 0\.01"):
-        obs.removal_costs(weight, -moments, sensitivity, 1, damping=DAMPING, of="channels of layer 3")
+    with pytest.raises(ScoreError, match=r"moments of the channels of layer 3 cannot.*more damping than 0\.01"):
+        obs.removal_costs(weight, -moments, sensitivity, 1, damping=DAMPING, name="channels of layer 3")
 
 
 def test_a_model_with_nan_is_refused() -> None:

@@ -117,7 +117,7 @@ def test_dry_run_prints_the_plan(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["prune", str(folder), "--method", "magnitude", "--dry-run"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["model_type"] == "llama"
-    assert "% of the parameters go" in result.stderr
+    assert "% of the parameters are removed" in result.stderr
 
 
 def test_dry_run_warns_as_the_cut_would(text: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import check_plan, family_for, parameter_shapes, parameters_after
 from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.registry import get_method, read_config
-from pyprune.methods.score.base import Scoring, decide_by_scores, ranking_of
+from pyprune.methods.score.base import Scoring, decide_by_scores, make_ranking
 from pyprune.methods.score.random import RandomOptions
 from pyprune.run.prune import make_plan
 from pyprune.run.recipe import build_config
@@ -223,7 +223,7 @@ def test_nothing_that_a_round_removed_comes_back(name: str, score: dict[str, Any
     model = tiny_model(name)
     for ratio in (0.15, 0.22, 0.29):
         config = options("random", ratio, **score)
-        ranking = ranking_of(model, PlanRequest.of(model, config))
+        ranking = make_ranking(model, PlanRequest.of(model, config))
         plan, one_shot = ranking.identity, decision_of(model, NO_SAMPLES, config).plan
         for number in range(1, 6):
             run = scoring_of(model, NO_SAMPLES, config, masked=number > 1)
@@ -243,7 +243,7 @@ def test_a_zero_product_does_not_bring_back_what_went_before() -> None:
     """Both score minus infinity."""
     model = tiny_model("llama")
     config = options(ratio=0.1, axes=("ffn",), aggregation="prod", layers=(0, 1))
-    ranking = ranking_of(model, PlanRequest.of(model, config))
+    ranking = make_ranking(model, PlanRequest.of(model, config))
     before = ranking.identity
     for number, zeros in enumerate((range(30, 40), range(20)), start=1):
         run = scoring_of(model, NO_SAMPLES, config)

@@ -126,7 +126,7 @@ def test_every_open_tensor_counts_once_in_its_structure() -> None:
     """The sum over all structures is the sum over all their elements, and a group is what its name says."""
     model = tiny_model("qwen2")
     run = scoring_of(model, tiny_batch(), options("magnitude", axes=("heads", "ffn"), layers=(2,)))
-    for param in run.opened:
+    for param in run.open_params:
         run.add_elements(param, run.weight(param))
     attention, mlp = model.model.layers[2].self_attn, model.model.layers[2].mlp
     width = attention.head_dim
@@ -141,7 +141,7 @@ def test_every_open_tensor_counts_once_in_its_structure() -> None:
     with torch.no_grad():
         ffn = mlp.gate_proj.weight.abs().sum(1) + mlp.up_proj.weight.abs().sum(1) + mlp.down_proj.weight.abs().sum(0)
     torch.testing.assert_close(run.scores.group_scores(2, "ffn"), ffn.double(), rtol=1e-6, atol=0)
-    assert {p.layer for p in run.opened} == {2}
+    assert {p.layer for p in run.open_params} == {2}
 
 
 @pytest.mark.parametrize("how", ["sum", "mean", "max", "prod"])
@@ -200,7 +200,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_products_of_a_matrix_are_never_stored(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = scoring_of(tiny_model("llama"), tiny_batch(), options("taylor", axes=("heads", "ffn", "hidden")))
-    matrices = [p for p in run.opened if p.parameter.dim() == 2]
+    matrices = [p for p in run.open_params if p.parameter.dim() == 2]
     assert len(matrices) > 8
     largest = {}
     for backend in ("cpp", "python"):
@@ -229,7 +229,7 @@ def test_scores_that_are_no_numbers_or_of_the_wrong_size_are_refused() -> None:
 
 def test_a_scorer_that_says_nothing_is_reported() -> None:
     def flat(run: Scoring) -> None:
-        for param in run.opened:
+        for param in run.open_params:
             run.add(param, torch.zeros_like(param.parameter))
 
     model = tiny_model("llama")
@@ -242,13 +242,13 @@ def test_the_scope_lists_the_open_parameters() -> None:
     dense = family_for(model).sizes(model.config)
     scope = OpenUnits.of(dense, options("magnitude", first_layer=1, last_layer=-2).score)
     assert scope.layers == (1, 2)
-    names = {p.name for p in scope.opened(model)}
+    names = {p.name for p in scope.open_params(model)}
     assert "model.layers.1.self_attn.k_proj.weight" in names
     assert not any("norm" in n or "embed" in n or "layers.0." in n for n in names)
     query_only = OpenUnits.of(dense, options("magnitude", heads_unit="query_head", axes=("heads",)).score)
-    kinds = {p.name.split("self_attn.")[1] for p in query_only.opened(model)}
+    kinds = {p.name.split("self_attn.")[1] for p in query_only.open_params(model)}
     assert kinds == {"q_proj.weight", "o_proj.weight"}
     hidden = OpenUnits.of(dense, options("magnitude", axes=("hidden",)).score)
     sliced = {n for n, p in model.named_parameters() if not n.endswith(("q_norm.weight", "k_norm.weight"))}
-    assert {p.name for p in hidden.opened(model)} == sliced
+    assert {p.name for p in hidden.open_params(model)} == sliced
     assert family_for(model).model_type == "qwen3"

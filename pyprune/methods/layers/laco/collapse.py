@@ -64,7 +64,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     kept = {index for index, _ in collapsed}
     merges = {str(index): {str(layer): times for layer, times in own} for index, own in merged_of(collapsed).items()}
     return removal.decision(
-        [index for index in removal.opened if index not in kept],
+        [index for index in removal.open_layers if index not in kept],
         merges=merges,
         threshold=threshold,
         similarity=similarity(collapsed),

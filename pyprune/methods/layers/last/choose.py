@@ -14,4 +14,4 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     """Remove the last units of layers that are not kept; ``samples`` may be empty."""
     options = own_options(request, LastOptions)
     removal = Removal.of(request, options.unit, keep_last=options.keep_last)
-    return removal.decision(removal.opened[: -removal.count - 1 : -1])
+    return removal.decision(removal.open_layers[: -removal.count - 1 : -1])

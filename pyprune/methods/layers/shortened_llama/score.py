@@ -23,7 +23,7 @@ from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, 
 from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
-from pyprune.methods.score._gradients import Summed, own_values, take_gradients
+from pyprune.methods.score._gradients import GradientSum, take_gradients, unchanged_weights
 from pyprune.methods.score.base import Scoring
 
 
@@ -35,11 +35,11 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     if options.form == "ppl":
         runner = layers_of(model, run)
         batches = micro_batches(runner.model, samples, request.method)
-        scores = losses_without(runner, batches, removal.unit, (), removal.opened, "Loss without each layer")
+        scores = losses_without(runner, batches, removal.unit, (), removal.open_layers, "Loss without each layer")
     else:
         size = micro_batch_for(len(samples), samples.shape[1]) if samples.numel() else None
         found = taylor_scores(model, samples, request, removal.unit, batch_size=size, stored=run.stored)
-        scores = {index: found[index] for index in removal.opened}
+        scores = {index: found[index] for index in removal.open_layers}
     return removal.decision(removal.smallest(scores), form=options.form, scores=json_scores(scores))
 
 
@@ -75,5 +75,5 @@ def taylor_scores(
 
     # All that heads and FFN channels own: the matrices and biases of every layer's attention and MLP.
     run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)), stored=stored)
-    take_gradients(run, own_values, Summed(add))
+    take_gradients(run, unchanged_weights, GradientSum(add))
     return scores

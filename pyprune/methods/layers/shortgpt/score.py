@@ -31,7 +31,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
     runner = layers_of(model, run)
     influence = block_influence(runner, micro_batches(runner.model, samples, request.method), removal.unit)
-    scores = {index: influence[index] for index in removal.opened}
+    scores = {index: influence[index] for index in removal.open_layers}
     return removal.decision(removal.smallest(scores), block_influence=json_scores(scores))
 
 

@@ -24,7 +24,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     removed: list[int] = []
     rounds = []
     for number in range(1, removal.count + 1):
-        rest = [index for index in removal.opened if index not in removed]
+        rest = [index for index in removal.open_layers if index not in removed]
         losses = losses_without(runner, batches, removal.unit, removed, rest, f"Round {number} of {removal.count}")
         chosen = removal.smallest(losses, 1)[0]
         removed.append(chosen)

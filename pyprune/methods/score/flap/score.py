@@ -1,19 +1,17 @@
-"""FLAP: channels whose input hardly fluctuates go, because a bias can stand for them (An et al. 2024).
+"""FLAP: remove channels whose input barely fluctuates, because a bias can replace them (An et al. 2024).
 
-For channel j of the input of an output projection (o_proj, down_proj), the weighted input feature variance
+Channel j of the input of an output projection (o_proj, down_proj) scores its weighted input feature variance
 
     S_j = 1/(N - 1) sum_n (X_nj - mean_j)^2 * ||W_:j||_2^2
 
-over the N calibration tokens is what remains of the loss of that channel once its mean is compensated. Layers and
-modules differ in scale, so each module's scores are standardised, (S - mean) / standard deviation over its channels,
-before they are compared globally (the paper's AL-AM; a local ranking is unchanged by it). Units that go together
-(``score.ffn_multiple``) count their mean. A query head is the mean of
-its standardised channels, as in the authors' code, which keeps heads and FFN channels on one scale; the preset
-aggregates a KV group by the mean of its query heads for the same reason. Their code squares S of the attention first;
-the paper does not, and neither does this.
+over the N calibration tokens. It is the part of the loss of that channel that remains once its mean is compensated.
+Layers and modules differ in scale. Each module's scores are therefore standardised, (S - mean) / standard deviation
+over its channels, before they are compared globally (the paper's AL-AM; it does not change a local ranking). Units that
+are removed together (``score.ffn_multiple``) count their mean. A query head is the mean of its standardised channels,
+as in the authors' code, which keeps heads and FFN channels on one scale. The preset aggregates a KV group by the mean
+of its query heads for the same reason. Their code squares S of the attention first; the paper and this module do not.
 
-With ``cut.reconstruct: bias`` (as the preset of this method has it) the cut adds the lost mean as a bias:
-:mod:`pyprune.cut.compensate`.
+With ``cut.reconstruct: bias`` (the preset's) the cut adds the lost mean as a bias: :mod:`pyprune.cut.compensate`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyprune.errors import ConfigError
-from pyprune.methods.score._memory import measured
+from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score.base import Scoring
 
 
@@ -37,7 +35,7 @@ def score(run: Scoring) -> None:
     _check(run)
     run.scores.standardised = True
     names = run.output_projections()
-    with measured(run) as account:
+    with measure_memory(run) as account:
         moments = run.moments(inputs=names.values())
         account.state = sum(m.bytes for m in moments.values())
     for (layer, axis), name in names.items():
@@ -48,11 +46,11 @@ def score(run: Scoring) -> None:
 
 
 def standardised_fluctuation(variance: Tensor, weight: Tensor, *, masked: bool = False) -> Tensor:
-    """(S - mean(S)) / std(S) with S_j = variance_j ||W_:j||^2.
+    """Return (S - mean(S)) / std(S) with S_j = variance_j ||W_:j||^2.
 
     Args:
-        variance: of the module's input channels, float64 [in].
-        weight: of the module, [out, in].
+        variance: variance of the module's input channels, float64 [in].
+        weight: weight of the module, [out, in].
         masked: leave channels without weights, which earlier rounds removed, out of mean and deviation (they score 0).
 
     Returns:
@@ -61,9 +59,9 @@ def standardised_fluctuation(variance: Tensor, weight: Tensor, *, masked: bool =
     sizes = weight.double().square().sum(0)
     raw = variance * sizes
     alive = sizes > 0 if masked else torch.ones_like(sizes, dtype=torch.bool)
-    known = raw[alive]
-    spread = float(known.std()) if len(known) > 1 else 0.0
-    scores = (raw - known.mean()) / (spread or 1.0)
+    counted = raw[alive]
+    spread = float(counted.std()) if len(counted) > 1 else 0.0
+    scores = (raw - counted.mean()) / (spread or 1.0)
     return torch.where(alive, scores, torch.zeros_like(scores))
 
 

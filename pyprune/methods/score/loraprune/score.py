@@ -1,20 +1,19 @@
 """LoRAPrune: the Taylor score with a gradient that LoRA factors give for free (Zhang et al. 2023).
 
-While adapters B [out, r] and A [r, in] of every open projection are trained on the calibration text, the gradient of
-its frozen weight is never computed. A step of size 1 on both factors changes their product by
+Adapters B [out, r] and A [r, in] of every open projection are trained on the calibration text; the gradient of its
+frozen weight is never computed. A step of size 1 on both factors changes their product by
 
-    g = gB A + B gA - gB gA      (gA and gB are the gradients of A and B)
+    g = gB A + B gA - gB gA      (gA and gB are the gradients of A and B).
 
-which stands for the gradient of W (the paper's LoRA-guided criterion), and a step's element score is
-((W + scale B A) g)^2. The authors' code takes the absolute value instead and divides each module's scores by their
-norm; that is not done here. The scores of the steps are joined by a moving average, I <- momentum I +
-(1 - momentum) I_t. Elements are summed to
-structures within the step, and the average is taken of the sums, which is the same: no matrix outlives a step. At the
-first step B is 0, so that g = scale G A^T A, the gradient G seen through a random A; B grows with the steps.
+This replaces the gradient of W (the paper's LoRA-guided criterion). A step's element score is ((W + scale B A) g)^2.
+The authors' code takes the absolute value instead and divides each module's scores by their norm; this module does not.
+A moving average joins the steps: I <- momentum I + (1 - momentum) I_t. Elements are summed to structures within the
+step, and the average is taken of the sums, which gives the same result and keeps no matrix after a step. At the first
+step B is 0, so that g = scale G A^T A, the gradient G seen through a random A; B grows with the steps.
 
-The factors are dropped afterwards and the model is what it was (LoRAPrune itself keeps them: use a recovery instead).
-In later rounds of an iterative run the factors are held at zero where earlier rounds removed rows or columns. Vectors
-(biases, norms), the embedding and the head have no factors and do not count.
+The factors are dropped afterwards and the model is unchanged (LoRAPrune itself keeps them: use a recovery instead). In
+later rounds of an iterative run the factors are held at zero in the rows and columns that earlier rounds removed.
+Vectors (biases, norms), the embedding and the head have no factors and do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import DataError
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
-from pyprune.methods.score._memory import measured
+from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score._structures import LayerAxis, StructureScores
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.loraprune import LoraPruneOptions
@@ -54,11 +53,11 @@ def score(run: Scoring) -> None:
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
     objective = _Guided(run, projections, config)
-    with measured(run) as account, adapters(run.model, list(projections), lora) as adapted:
+    with measure_memory(run) as account, adapters(run.model, list(projections), lora) as adapted:
         try:
-            # Weights, gradients and both moments of the factors live through all steps.
+            # Weights, gradients and both moments of the factors are held through all steps.
             account.state = 4 * sum(p.numel() * p.element_size() for p in adapted.parameters() if p.requires_grad)
-            # Of the factors: the weights are frozen, and stay as they are.
+            # Full memory for the factors alone: the model's weights are frozen.
             training = replace(config.train, memory="full")
             report = train(
                 adapted, run.samples, training, objective, keep_last_good=False, description="LoRAPrune's factors"
@@ -72,13 +71,13 @@ def score(run: Scoring) -> None:
 
 
 def guided_gradient(a: Tensor, b: Tensor, grad_a: Tensor, grad_b: Tensor) -> Tensor:
-    """``gB A + B gA - gB gA``: by how much B A shrinks when both factors step against their gradients.
+    """Return ``gB A + B gA - gB gA``: the decrease of B A when both factors step against their gradients.
 
     Args:
-        a: [r, in].
-        b: [out, r].
-        grad_a: of A, [r, in].
-        grad_b: of B, [out, r].
+        a: A, [r, in].
+        b: B, [out, r].
+        grad_a: gradient of A, [r, in].
+        grad_b: gradient of B, [out, r].
 
     Returns:
         [out, in].
@@ -88,17 +87,13 @@ def guided_gradient(a: Tensor, b: Tensor, grad_a: Tensor, grad_b: Tensor) -> Ten
 
 
 def _projections(run: Scoring) -> dict[str, NamedParam]:
-    """Module name -> weight of every open linear projection of the layers."""
-    found = {}
-    for param in run.opened:
-        module = param.name.rpartition(".")[0]
-        if param.layer is not None and isinstance(run.model.get_submodule(module), nn.Linear) and not param.row.is_bias:
-            found[module] = param
-    return found
+    """Return module name -> weight of every open linear projection of the layers."""
+    weights = {p.name.rpartition(".")[0]: p for p in run.open_params if p.layer is not None and not p.row.is_bias}
+    return {name: p for name, p in weights.items() if isinstance(run.model.get_submodule(name), nn.Linear)}
 
 
 class _Guided(Objective):
-    """Plain language-model training of the factors that listens to their gradients."""
+    """Plain language-model training of the factors that reads their gradients."""
 
     name = "loraprune"
 
@@ -143,7 +138,7 @@ class _Guided(Objective):
                 held[module] = before + values * (1 - self.momentum)
 
     def _factors(self, module: str) -> tuple[Tensor, Tensor, float]:
-        """(A [r, in], B [out, r], scale) of an adapted module."""
+        """Return (A [r, in], B [out, r], scale) of an adapted module."""
         adapted: Any = self.run.model.get_submodule(module)
         return adapted.lora_A["default"].weight, adapted.lora_B["default"].weight, adapted.scaling["default"]
 

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from pyprune.methods.base import own_options
-from pyprune.methods.score._memory import measured
-from pyprune.methods.score._structures import OpenUnits, opened_places
+from pyprune.methods.score._memory import measure_memory
+from pyprune.methods.score._structures import OpenUnits, ranked_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.random import RandomOptions
 
 
 def score(run: Scoring) -> None:
-    """Add a number from [0, 1) to every unit; the weights are not looked at."""
+    """Add a number from [0, 1) to every unit; the weights are not read."""
     seed = own_options(run.request, RandomOptions).seed
-    with measured(run):
-        for layer, axis in opened_places(run.scope):
+    with measure_memory(run):
+        for layer, axis in ranked_places(run.scope):
             # One generator a place, so that opening another layer or axis changes no other scores.
             place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
             generator = torch.Generator().manual_seed(seed * 1_000_003 + place)
@@ -24,7 +24,7 @@ def score(run: Scoring) -> None:
 
 
 def _numbers(scope: OpenUnits, axis: str, generator: torch.Generator) -> Tensor:
-    """float64 [units of the axis]; the query heads of a KV group that goes as a whole share one number."""
+    """Draw float64 [units of the axis]; the query heads of a KV group that is removed as a whole share one number."""
     if axis != "heads" or not scope.whole_groups:
         return torch.rand(scope.units(axis), generator=generator, dtype=torch.float64)
     groups = torch.rand(scope.units("kv_heads"), generator=generator, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""LLM-Pruner's Taylor scores: what the loss loses to first or second order when a structure becomes zero.
+"""LLM-Pruner's Taylor scores: the change of the loss to first or second order when a structure becomes zero.
 
-With S = w g elementwise (Ma et al., "LLM-Pruner", section 3.2): vectorize is |sum S| over each channel of a matrix,
-param_first sum |S|, param_second sum |w h w| and param_mix sum |S - w h w / 2|, where h is the diagonal of the Fisher
-matrix, the mean over samples of the squared gradient of one sample. Gradients are taken one layer at a time and gone
-with the layer; the second-order forms run the layer once a sample for that.
+With S = w g elementwise (Ma et al., "LLM-Pruner", section 3.2), vectorize is |sum S| over each channel of a matrix,
+and param_first is sum |S|. The second-order forms are param_second, sum |w h w|, and param_mix, sum |S - w h w / 2|.
+There h is the diagonal of the Fisher matrix: the mean over samples of the squared gradient of one sample. Gradients are
+taken one layer at a time and dropped with the layer; the second-order forms run the layer once a sample.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
-from pyprune.methods.score._gradients import GradientReport, Summed, own_values, take_gradients
-from pyprune.methods.score._memory import measured
+from pyprune.methods.score._gradients import GradientReport, GradientSum, take_gradients, unchanged_weights
+from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 
@@ -22,10 +22,10 @@ from pyprune.methods.score.taylor import TaylorOptions
 def score(run: Scoring) -> None:
     """Add the chosen form for every open parameter."""
     variant = own_options(run.request, TaylorOptions).form
-    with measured(run) as account:
+    with measure_memory(run) as account:
         if variant in ("vectorize", "param_first"):
-            add = Summed(lambda param, grad: run.add(param, grad, signed=variant == "vectorize"))
-            report = take_gradients(run, own_values, add)
+            add = GradientSum(lambda param, grad: run.add(param, grad, signed=variant == "vectorize"))
+            report = take_gradients(run, unchanged_weights, add)
             account.gradients(report, copies=1 if report.passes > 1 else 0)
         else:
             report = _second_order(run, mixed=variant == "param_mix")
@@ -48,4 +48,4 @@ def _second_order(run: Scoring, *, mixed: bool) -> GradientReport:
         curvature = second.mul_(run.weight(param).to(second.dtype))
         run.add(param, first.sub_(curvature, alpha=0.5) if mixed else curvature)
 
-    return take_gradients(run, own_values, consume, per_sample=True)
+    return take_gradients(run, unchanged_weights, consume, per_sample=True)

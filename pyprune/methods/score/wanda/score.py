@@ -1,16 +1,16 @@
-"""Wanda, structured: a weight is worth its size times the size of what it is multiplied with.
+"""Wanda, structured: the score of a weight is its size times the size of its input.
 
 The element score is |W_ij| ||X_j||_2 (Sun et al., "A Simple and Effective Pruning Approach for Large Language
 Models", equation 1), X_j being channel j of the module's input over all calibration tokens. The paper removes single
-weights; here a coupled structure sums its elements, and a group aggregates the structures that go together, as for
-every score (a query head: its rows of q_proj and its columns of o_proj; a KV group: these and its rows of k_proj and
-v_proj; an FFN channel: its rows of gate and up and its column of down). ``matrices: output`` counts the columns of
-the output projections alone, the form that FLAP's authors compare with as Wanda-sp.
+weights. Here a coupled structure sums its elements, and a group aggregates the structures that are removed together, as
+for every score. A query head owns its rows of q_proj and its columns of o_proj; a KV group owns these and its rows of
+k_proj and v_proj; an FFN channel owns its rows of gate and up and its column of down. ``matrices: output`` counts the
+columns of the output projections alone, the form that FLAP's authors compare with as Wanda-sp.
 
-What the paper does not have is scored by the same rule: a bias is multiplied with 1 at every token, so that it counts
-|b| sqrt(tokens); on the hidden axis, a channel of a norm or an embedding counts the l2 norm of what it writes (for a
-norm that is |w_j| times the norm of the normalised input). A head tied to the embedding is one tensor and counts as
-the embedding. The norms are gathered in one forward pass; no activation is kept.
+Parameters that the paper does not have are scored by the same rule. A bias is multiplied with 1 at every token, so that
+it counts |b| sqrt(tokens). On the hidden axis, a channel of a norm or an embedding counts the l2 norm of its output
+(for a norm that is |w_j| times the norm of the normalised input). A head tied to the embedding is one tensor and counts
+as the embedding. One forward pass takes the norms; no activation is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
-from pyprune.methods.score._memory import measured
+from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.wanda import WandaOptions
 from pyprune.probe.activations import Moments
@@ -36,11 +36,11 @@ def score(run: Scoring) -> None:
         DataError: there is no calibration sample.
     """
     coupled = own_options(run.request, WandaOptions).matrices == "coupled"
-    counted = [p for p in run.opened if coupled or p.row.role == "writer"]
+    counted = [p for p in run.open_params if coupled or p.row.role == "writer"]
     modules = list(dict.fromkeys(_module(p) for p in counted))
     linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
     others = [name for name in modules if name not in set(linear)]
-    with measured(run) as account:
+    with measure_memory(run) as account:
         moments = run.moments(inputs=linear, outputs=others)
         account.state = sum(m.bytes for m in moments.values())
     for param in counted:

@@ -19,8 +19,8 @@ from pyprune.families import named_axes
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
-from pyprune.methods.score import _stored_passes as stored_passes
-from pyprune.methods.score._stored_passes import StoredPasses
+from pyprune.methods.score import _layer_passes as layer_passes
+from pyprune.methods.score._layer_passes import LayerPasses
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
 from tests._support.models import TINY, tiny_batch, tiny_model
@@ -108,7 +108,7 @@ def test_hidden_channels_reach_outside_of_the_layers(
         memory, disk = both(stored, config_of(which, **{"axes": ("hidden",), **change}))
     assert_same_bits(memory, disk)
     parts_a_sample = which in ("param_second", "param_mix")  # sums of all parameters are held between its passes
-    open_bytes = sum(p.parameter.nbytes for p in memory.opened)
+    open_bytes = sum(p.parameter.nbytes for p in memory.open_params)
     assert (memory.details["memory"]["state_bytes"] >= 2 * open_bytes) or not parts_a_sample
 
 
@@ -154,7 +154,7 @@ def test_few_kept_streams_give_the_same_bits(which: str, tmp_path: Path, monkeyp
     reads: dict[int, list[int]] = {}
     for kept in (1, 2, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(stored_passes, "KEPT_BYTES", kept * STREAM)
+            patch.setattr(layer_passes, "KEPT_BYTES", kept * STREAM)
             seen = counted(patch)
             memory, disk = both(stored, config_of(which, batch_size=2))
         assert_same_bits(memory, disk)
@@ -192,7 +192,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("count", [2, 3, 10, 33])
 def test_streams_are_kept_where_the_fewest_layers_run_again(count: int, kept: int) -> None:
     """Every point is visited with what enters it, from the last to the first, and no more streams are kept."""
-    walk, run = StoredPasses.__new__(StoredPasses), [0]
+    walk, run = LayerPasses.__new__(LayerPasses), [0]
 
     def forward(streams: list[Tensor], start: int, stop: int) -> list[Tensor]:
         run[0] += stop - start
