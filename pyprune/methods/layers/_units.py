@@ -1,10 +1,9 @@
-"""What the methods that remove layers or blocks share: how many go, which are open, and the loss without each.
+"""Shared by the methods that remove layers or blocks: how many are removed, which are open, and the loss without each.
 
-The residual stream walks through the model one layer at a time, on a micro batch of calibration text, without
-gradients. What is in front of a layer is the same whether that layer is removed or not, so the model without each of n
-layers in turn costs about n/2 forward passes, not n, and gives the same numbers. The streams of several candidates and
-micro batches may walk together, so that layers on disk are read few times; each has the shape that it has by itself,
-and so the same bits.
+The residual stream goes through the model one layer at a time, on a micro batch of calibration text, without gradients.
+The layers in front of a layer compute the same whether that layer is removed or not. The model without each of n layers
+in turn therefore costs about n/2 forward passes, not n, and gives the same numbers. The streams of several candidates
+and micro batches may go together, so that layers on disk are read few times. Each keeps its shape, and so its bits.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Removal:
-    """How many units go, and which may.
+    """How many units are removed, and which may be.
 
     Attributes:
-        request: what is to be reached.
-        unit: what goes.
-        open_layers: layers whose unit may go, ascending.
-        count: how many of them go.
-        notes: what was rounded.
+        request: the goal of the plan.
+        unit: the unit that is removed.
+        open_layers: layers whose unit may be removed, ascending.
+        count: how many of them are removed.
+        notes: one sentence for each rounding.
     """
 
     request: PlanRequest
@@ -52,13 +51,13 @@ class Removal:
 
     @classmethod
     def of(cls, request: PlanRequest, unit: Unit = "layer", *, keep_first: int = 0, keep_last: int = 0) -> Removal:
-        """Count what goes.
+        """Count the units to remove.
 
         Args:
-            request: ``ratio`` and ``ratio_of`` (layers, also for None, or parameters) say how many go.
-            unit: what goes.
-            keep_first: layers at the beginning of the model that stay whole.
-            keep_last: layers at its end that stay whole.
+            request: its ``ratio`` and ``ratio_of`` (layers, also for None, or parameters) determine the count.
+            unit: the unit that is removed.
+            keep_first: layers at the beginning of the model that are kept whole.
+            keep_last: layers at its end that are kept whole.
 
         Raises:
             ConfigError: the ratio removes nothing, or more than the layers that are not kept.
@@ -75,27 +74,27 @@ class Removal:
         return cls(request, unit, open_layers, decision.count, decision.notes)
 
     def smallest(self, scores: Mapping[int, float], count: int | None = None) -> tuple[int, ...]:
-        """The layers whose units go, smallest score first, ties by the smaller index.
+        """Return the layers whose units are removed, smallest score first, ties by the smaller index.
 
         Args:
             scores: layer -> score.
-            count: how many go; None = all that have to.
+            count: how many are removed; None = all of them.
 
         Raises:
-            ScoreError: fewer scores are finite than units have to go.
+            ScoreError: fewer scores are finite than units must be removed.
         """
-        wanted = self.count if count is None else count
+        count = self.count if count is None else count
         usable = sorted((score, index) for index, score in scores.items() if math.isfinite(score))
-        if len(usable) < wanted:
+        if len(usable) < count:
             wrong = [index for index, score in scores.items() if not math.isfinite(score)]
             raise ScoreError(
-                f"The scores of layers {wrong} are not finite, and {wanted} of {len(scores)} have to go. "
+                f"The scores of layers {wrong} are not finite, and {count} of {len(scores)} must be removed. "
                 "The weights or their dtype are broken: check them for NaN, or work in float32 (dtype)."
             )
-        return tuple(index for _, index in usable[:wanted])
+        return tuple(index for _, index in usable[:count])
 
     def decision(self, order: Sequence[int], **details: Any) -> PlanDecision:
-        """The plan without the units of these layers.
+        """Return the plan without the units of these layers.
 
         Args:
             order: layers, in the order in which they were chosen.
@@ -109,17 +108,17 @@ class Removal:
 
 
 def json_scores(scores: Mapping[int, float]) -> dict[str, float | None]:
-    """Scores by layer for the report; JSON has no infinity, so that what is not finite is None."""
+    """Return scores by layer for the report; None stands for a score that is not finite, which JSON cannot hold."""
     return {str(index): score if math.isfinite(score) else None for index, score in scores.items()}
 
 
-def layers_of(model: PreTrainedModel, run: RunOptions) -> LayerRunner:
-    """The layers of a model: its own, or, where it is decided on from disk, those of its checkpoint."""
+def layer_runner(model: PreTrainedModel, run: RunOptions) -> LayerRunner:
+    """Return the layers of a model in memory, or those of its checkpoint if the run reads the weights from disk."""
     return LayerRunner.of(model) if run.stored is None else StoredLayers(run.stored)
 
 
 def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple[Tensor, ...]:
-    """The samples, int64 [N, T], on the model's device in batches of equal size that hold about 2,048 tokens.
+    """Return the samples, int64 [N, T], on the model's device in batches of equal size of about 2,048 tokens.
 
     Raises:
         DataError: there is no sample.
@@ -130,8 +129,8 @@ def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple
     return tuple(samples.to(model.device).split(size))
 
 
-def stays_of(unit: Unit, index: int) -> Part | None:
-    """What stays of a layer whose unit is removed; None for nothing."""
+def kept_part(unit: Unit, index: int) -> Part | None:
+    """Return the kept part of a layer whose unit is removed; None if nothing is kept."""
     blocks = tuple(block for block in BLOCKS if unit not in ("layer", block))
     return Part(index, blocks) if blocks else None
 
@@ -145,16 +144,16 @@ def losses_without(
     candidates: Collection[int],
     description: str,
 ) -> dict[int, float]:
-    """The loss of the model without each candidate, and without what has gone already.
+    """Return the loss of the model without each candidate, and without the units that are removed already.
 
     Args:
-        runner: the layers of a dense model, which comes back as it was. Of a checkpoint on disk each layer is read once
+        runner: the layers of a dense model, which comes back unchanged. Each layer of a checkpoint on disk is read once
             for as many batches and candidates as :meth:`LayerRunner.branching_together` allows.
         batches: token ids, int64 [B, T] each, of one T.
-        unit: what is removed.
+        unit: the unit that is removed.
         gone: layers whose unit is removed in every case.
         candidates: layers whose unit is removed one at a time.
-        description: what is being done, for the progress bar.
+        description: text of the progress bar.
 
     Returns:
         Layer -> mean next-token cross-entropy over all predicted tokens, nats.
@@ -162,18 +161,18 @@ def losses_without(
     starts = sorted(candidates)
     totals = dict.fromkeys(starts, 0.0)
     many, together = runner.branching_together(batches, starts)
-    groups, pieces = _pieces(batches, many), _pieces(starts, together)
+    groups, pieces = _chunks(batches, many), _chunks(starts, together)
     with still(runner.model):
-        walks = (found for group in groups for found in _walks(runner, group, unit, gone, pieces))
-        for found in track(walks, description, total=len(groups) * len(pieces)):
-            for index, of_batches in found.items():
-                for loss in of_batches:  # in their order, however they are grouped
+        walks = (losses for group in groups for losses in _walks(runner, group, unit, gone, pieces))
+        for losses in track(walks, description, total=len(groups) * len(pieces)):
+            for index, batch_losses in losses.items():
+                for loss in batch_losses:  # in the order of the batches, however they are grouped
                     totals[index] += loss
     rows = sum(map(len, batches))
     return {index: total / rows for index, total in totals.items()}
 
 
-def _pieces(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+def _chunks(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
@@ -184,33 +183,33 @@ def _walks(
     gone: Collection[int],
     pieces: Iterable[Sequence[int]],
 ) -> Iterator[dict[int, list[float]]]:
-    """Take batches through the layers once for each piece of the candidates; give :func:`_losses_behind`."""
+    """Take batches through the layers once for each piece of the candidates; yield :func:`_final_losses`."""
     common = _CommonStreams(runner, unit, gone, [runner.embed(batch) for batch in batches])
     for piece in pieces:
-        yield _losses_behind(runner, batches, common.branches(piece))
+        yield _final_losses(runner, batches, common.branches(piece))
 
 
-def _losses_behind(
+def _final_losses(
     runner: LayerRunner, batches: Sequence[Tensor], ends: Mapping[int, Sequence[Tensor]]
 ) -> dict[int, list[float]]:
-    """The loss of streams that have passed the last layer: candidate -> one for each batch, summed over sequences."""
+    """Return the loss of streams after the last layer: candidate -> one for each batch, summed over sequences."""
     with runner.head():
         return {
-            index: [_loss_behind(runner, end, batch) * len(batch) for end, batch in zip(own, batches, strict=True)]
-            for index, own in ends.items()
+            index: [_head_loss(runner, end, batch) * len(batch) for end, batch in zip(streams, batches, strict=True)]
+            for index, streams in ends.items()
         }
 
 
 @dataclass
 class _CommonStreams:
-    """The streams of some batches on their way through the model without what has gone; others branch off them.
+    """The streams of some batches on their way through the model without the removed units; others branch off them.
 
     Attributes:
         runner: the layers.
-        unit: what is removed.
+        unit: the unit that is removed.
         gone: layers whose unit is removed in every case.
         streams: [B, T, H] for each batch, in front of the layer ``at``.
-        at: the layer.
+        at: index of that layer.
     """
 
     runner: LayerRunner
@@ -220,32 +219,32 @@ class _CommonStreams:
     at: int = 0
 
     def branches(self, starts: Sequence[int]) -> dict[int, list[Tensor]]:
-        """Go on behind the last of these layers, and take to the end what branches off by losing the unit of each.
+        """Branch off at each of these layers without its unit, run the branches to the end, and move past the last.
 
         Args:
             starts: layers, ascending, none in front of ``at``.
 
         Returns:
-            Layer -> the streams [B, T, H] behind the last layer of the model without its unit, one for each batch.
+            Layer -> the streams [B, T, H] after the last layer of the model without its unit, one for each batch.
         """
-        found: dict[int, list[Tensor]] = {}
+        branches: dict[int, list[Tensor]] = {}
         for index in range(self.at, len(self.runner.layers)):
-            part = stays_of(self.unit, index) if index in self.gone else Part(index, BLOCKS)
+            part = kept_part(self.unit, index) if index in self.gone else Part(index, BLOCKS)
             if part is None:
                 continue
-            going = [*found.values(), *([self.streams] if index <= starts[-1] else [])]
+            running = [*branches.values(), *([self.streams] if index <= starts[-1] else [])]
             with self.runner.layer(index) as layer:
                 if index in starts:
-                    found[index] = list(self.streams)
-                    if (stays := stays_of(self.unit, index)) is not None:
-                        self.runner.run_(layer, stays, found[index])
-                for streams in going:
+                    branches[index] = list(self.streams)
+                    if (kept := kept_part(self.unit, index)) is not None:
+                        self.runner.run_(layer, kept, branches[index])
+                for streams in running:
                     self.runner.run_(layer, part, streams)
         self.at = starts[-1] + 1
-        return found
+        return branches
 
 
-def _loss_behind(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
-    """The loss of the head on the stream [B, T, H] that left the last layer."""
+def _head_loss(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
+    """Return the loss of the head on the stream [B, T, H] that leaves the last layer."""
     with runner.ending(stream) as model:
         return float(causal_loss(model, batch))

@@ -82,5 +82,5 @@ def test_a_dry_run_prints_the_plan_and_what_is_asked_too_much_ends_in_one_line(t
     assert len(json.loads(result.stdout)["layers"]) == 3
     result = prune(tmp_path, "--method", "sleb", "--ratio", "0.9", "--out", str(tmp_path / "out"))
     assert result.exit_code == ERROR_CODE
-    assert "only 2 may go: the first 1 and the last 1 layers stay" in result.output
+    assert "only 2 may be removed: the first 1 and the last 1 layers" in result.output
     assert not (tmp_path / "out").exists()

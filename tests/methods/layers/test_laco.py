@@ -18,7 +18,7 @@ from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families import family_for
-from pyprune.methods.layers.laco.collapse import Collapsed, merge_, taken_over
+from pyprune.methods.layers.laco.collapse import Collapsed, merge_, merge_at
 from pyprune.methods.registry import preset
 from pyprune.probe.streams import LayerRunner
 from pyprune.run.prune import make_plan, prune_
@@ -89,7 +89,7 @@ def collapsed_literally(
 
 def test_one_merge_is_the_formula_and_leaves_the_norms() -> None:
     model, dense = tiny_model("llama-mha-bias"), tiny_model("llama-mha-bias")
-    ((_, own),) = [entry for entry in taken_over(dense_layers(4), 1, 2) if entry[0] == 1]
+    ((_, own),) = [entry for entry in merge_at(dense_layers(4), 1, 2) if entry[0] == 1]
     merge_(LayerRunner(model, family_for(model)), 1, own)
     layer = layer_of(model, 1)
     assert "self_attn.q_proj.bias" in projections(layer)
@@ -114,7 +114,7 @@ def test_merges_of_merged_layers_add_up() -> None:
         own = left[indices[position]]
         taken = indices[position + 1 : position + 1 + count]
         left[indices[position]] = own + sum(left.pop(i) - own for i in taken)
-        collapsed = taken_over(collapsed, position, count)
+        collapsed = merge_at(collapsed, position, count)
     assert [index for index, _ in collapsed] == list(left) == [0]
     for index, own_multiples in collapsed:
         torch.testing.assert_close(sum(theta[i] * times for i, times in own_multiples), left[index])
@@ -190,7 +190,7 @@ def test_refusals() -> None:
         decision_of(model, samples(), reconstructed)
     with pytest.raises(ConfigError, match=r"laco removes 2 of 8 layers at most with merge 3, interval 5"):
         decision_of(model, samples(), config(0.5, interval=5))
-    with pytest.raises(ConfigError, match=r"removes 4 of 8 layers, but only 2 may go: the first 6"):
+    with pytest.raises(ConfigError, match=r"removes 4 of 8 layers, but only 2 may be removed: the first 6"):
         decision_of(model, samples(), config(0.5, lowest=5))
     with torch.no_grad():
         layer_of(model, 0).mlp.down_proj.weight[0, 0] = float("nan")

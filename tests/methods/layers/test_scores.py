@@ -298,11 +298,11 @@ def test_a_share_of_parameters_is_not_exceeded(unit: Unit) -> None:
 
 
 def test_more_than_may_go_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"removes 3 of 4 layers, but only 2 may go: the first 1 and the last 1"):
+    with pytest.raises(ConfigError, match=r"removes 3 of 4 layers, but only 2 may be removed: the first 1 "):
         decided(tiny_model(), config("sleb", 0.75))
-    with pytest.raises(ConfigError, match=r"only 0 may go: the first 4 and the last 2 layers stay"):
+    with pytest.raises(ConfigError, match=r"only 0 may be removed: the first 4 and the last 2 layers are kept"):
         decided(tiny_model(), config("shortened_llama", form="taylor_plus"))
-    with pytest.raises(ConfigError, match=r"removes 2 of 4 MLP blocks, but only 1 may go"):
+    with pytest.raises(ConfigError, match=r"removes 2 of 4 MLP blocks, but only 1 may be removed"):
         decided(tiny_model(), config("shortgpt", unit="mlp", keep_first=3))
     with pytest.raises(ConfigError, match="4 attention blocks removes nothing"):
         decided(tiny_model(), config("shortgpt", 0.1, unit="attention"))

@@ -69,7 +69,7 @@ def test_normalise_axis_divides_by_the_mean_over_all_open_layers() -> None:
         run.add_units(layer, axis, torch.tensor(values))
     ranking = make_ranking(model, run.request)
     orders = [ranking._order(run.scores, ranking.identity, *place) for place in ranked_places(run.scope)]
-    compared = dict(zip(((o.layer, o.axis) for o in orders), ranking._normalised(orders), strict=True))
+    compared = dict(zip(((o.layer, o.axis) for o in orders), ranking._normalise(orders), strict=True))
     # A KV group sums three query heads; the means are 60 for groups and 2 for channels.
     assert compared[0, "heads"] == pytest.approx([135 / 60] * 2)
     assert compared[0, "ffn"] == pytest.approx([1 / 2] * 40)

@@ -137,7 +137,7 @@ def test_a_global_plan_is_found_again_and_reaches_its_goal() -> None:
     plans = [decision_of(model, SAMPLES, options()) for _ in range(2)]
     assert plans[0].plan == plans[1].plan
     assert not plans[0].plan.is_uniform
-    assert any("stay; asked for 20.00%" in note for note in plans[0].notes)
+    assert any("are kept; asked for 20.00%" in note for note in plans[0].notes)
     assert all(not m._forward_pre_hooks for m in model.modules())
 
 

@@ -74,7 +74,7 @@ def test_the_count_in_the_notes_is_the_compacted_models() -> None:
     model = tiny_model("qwen2")
     decision = injected(model, options(ratio=0.2, normalise="size"), {(0, "heads"): [1.0] * 6})
     left = parameters_after(family_for(model), parameter_shapes(model), decision.plan)
-    assert f"{left:,} stay" in decision.notes[0]
+    assert f"{left:,} are kept" in decision.notes[0]
     assert decision.details["scores"]["share_removed"] == pytest.approx(share(model, decision.plan))
 
 

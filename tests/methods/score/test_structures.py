@@ -234,7 +234,7 @@ def test_a_scorer_that_says_nothing_is_reported() -> None:
 
     model = tiny_model("llama")
     decision = decide_by_scores(flat, model, tiny_batch(), PlanRequest.of(model, options("magnitude")))
-    assert any("scores say nothing" in w for w in decision.warnings)
+    assert any("scores rank nothing" in w for w in decision.warnings)
 
 
 def test_the_scope_lists_the_open_parameters() -> None:

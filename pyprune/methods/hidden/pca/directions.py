@@ -1,16 +1,17 @@
-"""The principal directions of the residual stream, of which the cut keeps the first.
+"""The principal directions of the residual stream; the cut keeps the first of them.
 
-With x_l [tokens, H] the stream that enters layer l on calibration text,
+Let x_l [tokens, H] be the stream that enters layer l on calibration text. Q holds the eigenvectors of M, largest
+eigenvalue first:
 
-    M = sum over l of  X_l^T X_l / trace(X_l^T X_l),     X_l = each token of x_l divided by its norm, or x_l itself
+    M = sum over l of  X_l^T X_l / trace(X_l^T X_l),     X_l = each token of x_l divided by its norm, or x_l itself.
 
-and Q holds the eigenvectors of M, largest eigenvalue first. M is not centred: what is sliced off is set to zero, not to
-a mean. Every point between layers counts alike, as the stream grows along the model and the last layers would decide
-alone. Of all rotations, Q leaves the largest share of this energy in the first k channels, for every k; the channels of
-the model as they are, the strongest k among them, are one of those it is compared with.
+M is not centred: the sliced channels are set to zero, not to a mean. Every point between layers counts alike, because
+the stream grows along the model and the last layers would otherwise decide alone. Of all rotations, Q leaves the
+largest share of this energy in the first k channels, for every k. No rotation at all, with the strongest k channels of
+the model, is one of those that it is compared with.
 
-The rotation belongs to the weights at the moment of the cut, and is found then, on the same text. So a run that was
-interrupted finds it again, and nothing of the size of the model has to be kept.
+The rotation belongs to the weights at the moment of the cut, and is computed then, on the same text. A run that was
+interrupted computes it again, so that nothing of the size of the model must be stored.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ROUNDING = 0.1
 
 
 def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
-    """Choose how many channels of the rotated stream stay; they are the first. :func:`prepare` rotates it.
+    """Choose how many channels of the rotated stream are kept, from the first. :func:`prepare` rotates it.
 
     Raises:
         ConfigError: the ratio removes nothing or does not fit.
@@ -69,18 +70,18 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
 
     Raises:
         ScoreError: the stream is not finite.
-        UnsupportedModelError: the rotated model does not compute what it did, so that its family's table is wrong.
+        UnsupportedModelError: the rotated model computes something else, so its family's table is wrong.
     """
     tokens = details["pca"]["tokens"]
     moment = stream_moment(layers, samples, alike=tokens == "alike")
-    rotation = _of_all(principal_directions(moment))
+    rotation = _agree_on_rotation(principal_directions(moment))
     before = _logits(layers, samples)
     rotate_(layers, rotation)
     moved = _relative_change(before, _logits(layers, samples))
     if not moved <= _ROUNDING:
         raise UnsupportedModelError(
             f"Rotating the residual stream changed the logits by {moved:.1%}, but it must change nothing: this "
-            f"{plan.model_type!r} model does something with single channels that its family's table does not say. "
+            f"{plan.model_type!r} model uses single channels in a way that its family's table does not list. "
             "Use another method (dress)."
         )
     kept, total = len(plan.hidden), moment.trace()
@@ -94,8 +95,8 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
     )
 
 
-def _of_all(rotation: Tensor) -> Tensor:
-    """One rotation for all processes that cut: where they round differently, directions of like strength mix."""
+def _agree_on_rotation(rotation: Tensor) -> Tensor:
+    """Return one rotation for all processes that cut: different rounding would mix directions of equal strength."""
     if not processes.divided():
         return rotation
     return processes.from_first(rotation.cpu()).to(rotation.device)
@@ -103,14 +104,14 @@ def _of_all(rotation: Tensor) -> Tensor:
 
 @torch.no_grad()
 def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alike: bool) -> Tensor:
-    """M, the second moment of the stream summed over all points between layers; see above.
+    """Return M, the second moment of the stream summed over all points between layers (see the module's docstring).
 
-    Products and sums are float64. Beside the model it holds the stream of all samples and a few matrices [H, H].
+    Products and sums are float64. It holds the stream of all samples and a few matrices [H, H].
 
     Args:
-        model: a dense model of a known family, or its layers as something else holds them; it comes back as it was.
+        model: a dense model of a known family, or a runner of its layers; it comes back unchanged.
         samples: token ids, int64 [N, T].
-        alike: each token of the stream is divided by its norm.
+        alike: whether each token of the stream is divided by its norm.
 
     Returns:
         Float64 [H, H] on the CPU, symmetric; its trace is the number of layers (less those with a stream of zero).
@@ -128,7 +129,7 @@ def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alik
         size = micro_batch_for(len(samples), samples.shape[1])
         streams = [runner.embed(batch) for batch in samples.split(size)]
         for _ in track(runner.points_(streams), "directions of the stream", total=len(runner.layers)):
-            total += _moment_here(streams, alike)
+            total += _point_moment(streams, alike)
     if not math.isfinite(float(total.sum())):
         raise ScoreError(
             "The residual stream is not finite on the calibration text. The weights or their dtype are broken: check "
@@ -137,8 +138,8 @@ def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alik
     return total
 
 
-def _moment_here(streams: list[Tensor], alike: bool) -> Tensor:
-    """The second moment of the stream at one point, divided by its trace; float64 [H, H] on the CPU."""
+def _point_moment(streams: list[Tensor], alike: bool) -> Tensor:
+    """Return the second moment of the stream at one point, divided by its trace; float64 [H, H] on the CPU."""
     hidden = streams[0].shape[-1]
     moment = streams[0].new_zeros(hidden, hidden, dtype=torch.float64)
     for stream in streams:
@@ -150,9 +151,9 @@ def _moment_here(streams: list[Tensor], alike: bool) -> Tensor:
 
 
 def principal_directions(moment: Tensor) -> Tensor:
-    """The eigenvectors of a symmetric matrix as columns, largest eigenvalue first.
+    """Return the eigenvectors of a symmetric matrix as columns, largest eigenvalue first.
 
-    The sign of each is the one with which its largest component is positive.
+    The sign of each is chosen so that its largest component is positive.
 
     Args:
         moment: float64 [H, H] on the CPU.
@@ -168,13 +169,13 @@ def principal_directions(moment: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _logits(layers: LayerRunner, samples: Tensor) -> Tensor:
-    """The logits of the first sample, float32 [1, T, V]."""
+    """Return the logits of the first sample, float32 [1, T, V]."""
     with still(layers.model):
         streams = [layers.embed(samples[:1])]
         layers.through_(streams)
         with layers.head(), layers.ending(streams[0]) as model:
-            found: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
-    return found.float()
+            logits: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
+    return logits.float()
 
 
 def _relative_change(before: Tensor, after: Tensor) -> float:

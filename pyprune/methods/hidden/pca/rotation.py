@@ -1,11 +1,11 @@
-"""A rotation of the residual stream that leaves what the model computes as it is.
+"""A rotation of the residual stream that does not change the model's output.
 
 RMSNorm divides a token's stream by its root mean square, which no rotation changes: norm(x Q) = norm(x) Q for every
-orthogonal Q, as long as the norm has no weight of its own. So the norm's weight g goes into what reads it, and then
-everything that touches the stream is rotated (weights as ``torch.nn.Linear`` stores them, [out, in]):
+orthogonal Q, if the norm has no weight. The norm's weight g is therefore multiplied into the weights that read it. Then
+every weight that touches the stream is rotated (weights as ``torch.nn.Linear`` stores them, [out, in]):
 
-    embedding    E <- E Q                   reads a norm    W <- W diag(g) Q,  b as it was,  g <- 1
-    writes       W <- Q^T W,  b <- Q^T b    head            H <- H diag(g of the final norm) Q
+    embedding    E <- E Q                   reads a norm    W <- W diag(g) Q,  b unchanged,  g <- 1.
+    writes       W <- Q^T W,  b <- Q^T b    head            H <- H diag(g of the final norm) Q.
 
 This is SliceGPT's observation (Ashkboos et al. 2024, section 3.1). Theirs has a rotation for each block and a matrix on
 every residual connection to go from one to the next; this has one for the whole model, so that no part is added.
@@ -35,8 +35,8 @@ _AT_ONCE = 1 << 24
 """Numbers that are rotated at once, in float64."""
 
 
-def why_not(family: Family, config: PretrainedConfig) -> str:
-    """Why the stream of a model cannot be rotated, by its family's table; empty when it can."""
+def rotation_obstacle(family: Family, config: PretrainedConfig) -> str | None:
+    """Return why the stream of a model cannot be rotated, by its family's table; None if it can."""
     norms = [row for row in family.rows if row.role in ("pre_norm", "post_norm", "final_norm")]
     if family.norm != "rms":
         return "its LayerNorm subtracts the mean over the channels, which depends on what the channels are"
@@ -48,18 +48,18 @@ def why_not(family: Family, config: PretrainedConfig) -> str:
     if other:
         return f"{other[0]} acts on single channels of the stream"
     if config.tie_word_embeddings:
-        return "its head is tied to the embedding, and the final norm's weight fits into a head of its own only"
-    return ""
+        return "its head is tied to the embedding, and the final norm's weight fits only into an untied head"
+    return None
 
 
 def check_rotatable(model: PreTrainedModel) -> None:
     """Refuse a model whose stream cannot be rotated.
 
     Raises:
-        UnsupportedModelError: it says why.
+        UnsupportedModelError: the stream cannot be rotated; the message names the reason.
     """
     family = family_for(model)
-    if reason := why_not(family, model.config):
+    if reason := rotation_obstacle(family, model.config):
         raise UnsupportedModelError(
             f"The residual stream of this {family.model_type!r} model cannot be rotated: {reason}. pca needs RMSNorm "
             "in front of the blocks and an untied head; to remove hidden channels as they are, choose another method "
@@ -74,8 +74,8 @@ def rotate_(model: PreTrainedModel | LayerRunner, rotation: Tensor) -> None:
     Products are float64 and rounded once to the weights' dtype. The logits stay the same up to that rounding.
 
     Args:
-        model: a dense model of a family that :func:`why_not` has nothing against, any dtype and device, or its layers
-            as something else holds and keeps them, one at a time.
+        model: a dense model of a family without a :func:`rotation_obstacle`, any dtype and device, or a runner that
+            holds and keeps its layers one at a time.
         rotation: Q, orthogonal, float64 [H, H]; its columns are the new channels.
 
     Raises:
@@ -87,15 +87,16 @@ def rotate_(model: PreTrainedModel | LayerRunner, rotation: Tensor) -> None:
     for param in named_axes(layers.model):
         places.setdefault(param.layer, []).append(param)
     with layers.head():
-        layers.keep_outside(_rotated(layers, places.pop(None), rotation))
+        layers.keep_outside(_rotate_params(layers, places.pop(None), rotation))
     for index, params in track(places.items(), "rotating layers"):
         prefix = f"{layers.family.layers_path}.{index}."
         with layers.layer(cast(int, index)):
-            layers.keep(cast(int, index), [name.removeprefix(prefix) for name in _rotated(layers, params, rotation)])
+            names = _rotate_params(layers, params, rotation)
+            layers.keep(cast(int, index), [name.removeprefix(prefix) for name in names])
 
 
-def _rotated(layers: LayerRunner, params: Sequence[NamedParam], rotation: Tensor) -> list[str]:
-    """Rotate the parameters of one layer, or of what lies outside of the layers, which are in memory; their names."""
+def _rotate_params(layers: LayerRunner, params: Sequence[NamedParam], rotation: Tensor) -> list[str]:
+    """Rotate the parameters of one layer, or those outside of the layers, in memory; return their names."""
     here = [replace(param, parameter=layers.model.get_parameter(param.name)) for param in params]
     touched = [param for param in here if param.axis_dim("hidden") is not None]
     norms = [param for param in touched if param.row.is_norm_weight]
@@ -110,7 +111,7 @@ def _rotated(layers: LayerRunner, params: Sequence[NamedParam], rotation: Tensor
 
 
 def _gain(param: NamedParam, gains: Mapping[tuple[Role, Block | None], Tensor]) -> Tensor | None:
-    """Weight of the norm in front of what reads the stream, float64 [H]; None where there is none."""
+    """Return the weight of the norm in front of a parameter that reads the stream, float64 [H]; None if it has none."""
     if param.row.role == "head":
         return gains.get(("final_norm", None))
     if param.row.role != "reader":
@@ -124,8 +125,8 @@ def _rotate_parameter(parameter: nn.Parameter, dim: int, gain: Tensor | None, ro
     rows = parameter.data.movedim(dim, -1)
     if rows.ndim == 1:
         rows = rows[None]
-    turning = rotation.to(rows.device)
+    matrix = rotation.to(rows.device)
     if gain is not None:
-        turning = gain.to(rows.device)[:, None] * turning
-    for some in rows.split(max(1, _AT_ONCE // prod(rows.shape[1:]))):
-        some.copy_(some.double() @ turning)
+        matrix = gain.to(rows.device)[:, None] * matrix
+    for chunk in rows.split(max(1, _AT_ONCE // prod(rows.shape[1:]))):
+        chunk.copy_(chunk.double() @ matrix)

@@ -1,16 +1,16 @@
 """LaCo (Yang et al., "LaCo: Large Language Model Pruning via Layer Collapse", section 2, algorithm 1).
 
-Layer l takes over the m layers behind it, which are removed (equation 1, "reserving differences while seeking common"):
+Layer l takes over the m layers after it, which are removed (equation 1, "reserving differences while seeking common"):
 
-    theta_l <- theta_l + sum over k = 1..m of (theta_{l+k} - theta_l)
+    theta_l <- theta_l + sum over k = 1..m of (theta_{l+k} - theta_l).
 
-From the end of the model towards its beginning, a merge is kept if the output of the collapsed model stays similar to
-the dense model's: the cosine of their last hidden states, a sample's tokens taken as one vector, mean over the samples,
-at least T. The authors choose T for each model to reach their ratio; here it is the largest one that reaches it. Merges
-of merged layers add up to whole multiples of dense layers, which is how a decision remembers them.
+From the end of the model towards its beginning, a merge is kept if the output of the collapsed model is similar to the
+dense model's. The similarity is the cosine of their last hidden states, a sample's tokens as one vector; its mean over
+the samples must be at least T. The authors choose T for each model to reach their ratio; here it is the largest one
+that reaches it. Merges of merged layers add up to whole multiples of dense layers, which a decision stores.
 
 The authors' code merges the linear projections and leaves the norms of layer l, and so does this. It also subtracts
-theta_l after it was changed, so that what is left there is the last layer's theta_{l+m}: that is ``form="code"``.
+theta_l after it was changed, so that only the last layer's theta_{l+m} is left: that is ``form="code"``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from pyprune.errors import ConfigError, ScoreError
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, layers_of, micro_batches
+from pyprune.methods.layers._units import Removal, layer_runner, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import still
@@ -40,14 +40,14 @@ from pyprune.probe.streams import LayerRunner, Part
 Multiples = tuple[tuple[int, int], ...]
 """A layer's parameters as a sum of dense layers': (dense layer, how many times), ascending, without zeros."""
 Collapsed = tuple[tuple[int, Multiples], ...]
-"""The layers that are left: (dense index, what its parameters are), ascending."""
+"""The layers that are left: (dense index, its parameters as multiples), ascending."""
 
 
 def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
-    """Find the merges; the weights stay as they are until :func:`prepare`.
+    """Find the merges; the weights do not change before :func:`prepare`.
 
     Raises:
-        ConfigError: the ratio cannot be reached, or the cut is to be reconstructed as well.
+        ConfigError: the ratio cannot be reached, or the cut would be reconstructed as well.
         ScoreError: an output of the collapsed model is not finite.
     """
     options = own_options(request, LacoOptions)
@@ -57,12 +57,12 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
             "merged model would be reconstructed instead of the dense one. Set it to none, or choose another method."
         )
     removal = Removal.of(request, keep_first=options.lowest + 1)
-    layers = layers_of(model, run)
+    layers = layer_runner(model, run)
     with still(layers.model):
         similarity = _Similarity(layers, micro_batches(layers.model, samples, request.method))
         collapsed, threshold = _search(request.identity.dense.num_layers, removal.count, options, similarity)
     kept = {index for index, _ in collapsed}
-    merges = {str(index): {str(layer): times for layer, times in own} for index, own in merged_of(collapsed).items()}
+    merges = {str(index): {str(i): times for i, times in terms} for index, terms in merges_of(collapsed).items()}
     return removal.decision(
         [index for index in removal.open_layers if index not in kept],
         merges=merges,
@@ -73,10 +73,10 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
 
 
 def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any]) -> tuple[str, ...]:
-    """Merge the layers as the decision says; the layers that were taken over stay as they are, for the cut."""
-    merges = {int(i): tuple((int(j), n) for j, n in own.items()) for i, own in details["layers"]["merges"].items()}
-    for index, own in sorted(merges.items()):  # a merge takes from its own layer and later ones, which are dense yet
-        merge_(layers, index, own)
+    """Merge the layers that the decision names; the layers that were taken over do not change before the cut."""
+    merges = {int(i): tuple((int(j), n) for j, n in terms.items()) for i, terms in details["layers"]["merges"].items()}
+    for index, terms in sorted(merges.items()):  # a merge reads its own layer and later ones, which are still dense
+        merge_(layers, index, terms)
     kept = [*plan.kept_layers, plan.dense.num_layers]
     ends = dict(pairwise(kept))
     spans = ", ".join(f"{index} to {ends[index] - 1} into {index}" for index in merges)
@@ -84,9 +84,9 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
 
 
 @torch.no_grad()
-def merge_(layers: LayerRunner, index: int, own: Multiples) -> None:
-    """Set the linear projections of a layer to a sum of multiples of those of dense layers, and have them kept."""
-    merged = merged_projections(layers, own)
+def merge_(layers: LayerRunner, index: int, terms: Multiples) -> None:
+    """Set the linear projections of a layer to a sum of multiples of those of dense layers, and keep them."""
+    merged = merged_projections(layers, terms)
     with layers.layer(index) as layer:
         for name, parameter in _projections(layer):
             parameter.copy_(merged[name])
@@ -94,14 +94,14 @@ def merge_(layers: LayerRunner, index: int, own: Multiples) -> None:
 
 
 @torch.no_grad()
-def merged_projections(layers: LayerRunner, own: Multiples) -> dict[str, Tensor]:
-    """The linear projections of a merged layer, by their names in it; beside them one dense layer is held.
+def merged_projections(layers: LayerRunner, terms: Multiples) -> dict[str, Tensor]:
+    """Return the linear projections of a merged layer, by their names in it; one dense layer is held meanwhile.
 
     Sums are float32 (float64 for such weights) and rounded once.
     """
     totals: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for index, times in own:
+    for index, times in terms:
         with layers.layer(index) as source:
             for name, parameter in _projections(source):
                 dtypes[name] = parameter.dtype
@@ -111,36 +111,36 @@ def merged_projections(layers: LayerRunner, own: Multiples) -> dict[str, Tensor]
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Weights and biases of the linear modules of a layer, by their names in it."""
+    """Yield weights and biases of the linear modules of a layer, by their names in it."""
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             yield from module.named_parameters(prefix=name)
 
 
-def merged_of(collapsed: Collapsed) -> dict[int, Multiples]:
-    """The layers whose parameters are other than their own."""
-    return {index: own for index, own in collapsed if own != ((index, 1),)}
+def merges_of(collapsed: Collapsed) -> dict[int, Multiples]:
+    """Return the merged layers: index -> its parameters as multiples of dense layers."""
+    return {index: terms for index, terms in collapsed if terms != ((index, 1),)}
 
 
-def taken_over(collapsed: Collapsed, position: int, count: int, form: Literal["paper", "code"] = "paper") -> Collapsed:
-    """What is left when the layer at ``position`` takes over the ``count`` layers behind it.
+def merge_at(collapsed: Collapsed, position: int, count: int, form: Literal["paper", "code"] = "paper") -> Collapsed:
+    """Return the layers that are left when the layer at ``position`` takes over the ``count`` layers after it.
 
     Args:
-        collapsed: what is left so far.
-        position: in ``collapsed``.
+        collapsed: the layers that are left so far.
+        position: position in ``collapsed``.
         count: at least 1.
         form: paper (equation 1) or code (the parameters of the last of them).
     """
-    behind = position + 1 + count
-    (index, own), rest = collapsed[position], collapsed[position + 1 : behind]
-    multiples = _sum_of_differences(own, rest) if form == "paper" else rest[-1][1]
-    return (*collapsed[:position], (index, multiples), *collapsed[behind:])
+    end = position + 1 + count
+    (index, terms), rest = collapsed[position], collapsed[position + 1 : end]
+    multiples = _sum_of_differences(terms, rest) if form == "paper" else rest[-1][1]
+    return (*collapsed[:position], (index, multiples), *collapsed[end:])
 
 
-def _sum_of_differences(own: Multiples, rest: Collapsed) -> Multiples:
-    """A layer plus the differences between each of the others and it."""
+def _sum_of_differences(terms: Multiples, rest: Collapsed) -> Multiples:
+    """Return a layer plus the differences between each of the others and it."""
     count = len(rest)
-    total = Counter({layer: times * (1 - count) for layer, times in own})
+    total = Counter({layer: times * (1 - count) for layer, times in terms})
     for _, other in rest:
         for layer, times in other:
             total[layer] += times
@@ -148,13 +148,13 @@ def _sum_of_differences(own: Multiples, rest: Collapsed) -> Multiples:
 
 
 def _search(layers: int, count: int, options: LacoOptions, similarity: _Similarity) -> tuple[Collapsed, float]:
-    """The merges at the largest threshold that removes ``count`` layers, and that threshold.
+    """Return the merges at the largest threshold that removes ``count`` layers, and that threshold.
 
-    Between two similarities that were seen a threshold changes nothing, so after a sweep that fell short the next
-    threshold to try is the largest similarity that it refused.
+    Between two measured similarities the threshold changes nothing. After a sweep that removed too few, the next
+    threshold to try is therefore the largest similarity that it refused.
 
     Raises:
-        ConfigError: no threshold does.
+        ConfigError: no threshold removes that many.
     """
     threshold = math.inf
     while True:
@@ -164,7 +164,7 @@ def _search(layers: int, count: int, options: LacoOptions, similarity: _Similari
         if not refused:
             raise ConfigError(
                 f"laco removes {layers - len(collapsed)} of {layers} layers at most with merge {options.merge}, "
-                f"interval {options.interval} and lowest {options.lowest}, but {count} have to go. Use a smaller "
+                f"interval {options.interval} and lowest {options.lowest}, but {count} must be removed. Use a smaller "
                 "interval or lowest, a larger merge, or a smaller ratio."
             )
         threshold = max(refused)
@@ -173,16 +173,16 @@ def _search(layers: int, count: int, options: LacoOptions, similarity: _Similari
 def _sweep(
     layers: int, count: int, options: LacoOptions, similarity: _Similarity, threshold: float
 ) -> tuple[Collapsed, list[float]]:
-    """Algorithm 1 at one threshold, until ``count`` layers are gone: what is left, and the similarities refused."""
+    """Run algorithm 1 at one threshold until ``count`` layers are removed; return the rest and what was refused."""
     collapsed: Collapsed = tuple((index, ((index, 1),)) for index in range(layers))
     refused: list[float] = []
     position = max(options.lowest, layers - 1 - options.merge)
     while position >= options.lowest and (missing := count - (layers - len(collapsed))):
         taken = min(options.merge - 1, len(collapsed) - position - 1, missing)
-        merged = taken_over(collapsed, position, taken, options.form)
-        found = similarity(merged)
-        if found < threshold:
-            refused.append(found)
+        merged = merge_at(collapsed, position, taken, options.form)
+        measured = similarity(merged)
+        if measured < threshold:
+            refused.append(measured)
             position -= 1
         else:
             collapsed = merged
@@ -192,13 +192,13 @@ def _sweep(
 
 @dataclass
 class _Similarity:
-    """How similar the output of a collapsed model is to the dense model's; remembers what it has measured.
+    """The similarity of a collapsed model's output to the dense model's; remembers its measurements.
 
     Attributes:
-        layers: of the dense model, which comes back as it was. Of a checkpoint on disk all batches go through a layer
-            before the next one is read, so that the streams of all are held.
+        layers: layers of the dense model, which comes back unchanged. On disk all batches go through a layer before the
+            next one is read, so that the streams of all are held.
         batches: token ids, int64 [B, T] each.
-        known: what was measured.
+        known: the measured similarities.
         dense: the dense model's last hidden states, [B, T * H] of each batch, held all the time.
     """
 
@@ -211,7 +211,7 @@ class _Similarity:
         self.dense = list(self._outputs(dense))
 
     def __call__(self, collapsed: Collapsed) -> float:
-        """The cosine of the last hidden states, mean over the samples, in [-1, 1]."""
+        """Return the cosine of the last hidden states, mean over the samples, in [-1, 1]."""
         if collapsed not in self.known:
             self.known[collapsed] = self._measure(collapsed)
         return self.known[collapsed]
@@ -229,15 +229,15 @@ class _Similarity:
 
     @torch.no_grad()
     def _outputs(self, collapsed: Collapsed) -> Iterator[Tensor]:
-        """The last hidden states of each batch, [B, T * H]."""
+        """Yield the last hidden states of each batch, [B, T * H]."""
         groups = self.layers.walking_together(self.batches)
-        # Where several groups pass, merges are made once for all of them.
-        merges = merged_of(collapsed) if len(groups) > 1 else {}
-        made = {index: merged_projections(self.layers, own) for index, own in merges.items()}
+        # Several groups share one computation of the merges.
+        merges = merges_of(collapsed) if len(groups) > 1 else {}
+        made = {index: merged_projections(self.layers, terms) for index, terms in merges.items()}
         for group in groups:
             streams = [self.layers.embed(batch) for batch in group]
-            for index, own in collapsed:
-                with _merged(self.layers, index, own, made.get(index)) as layer:
+            for index, terms in collapsed:
+                with merged_layer(self.layers, index, terms, made.get(index)) as layer:
                     self.layers.run_(layer, Part(index, BLOCKS), streams)
             for batch, stream in zip(group, streams, strict=True):
                 with self.layers.ending(stream) as model:
@@ -246,12 +246,12 @@ class _Similarity:
 
 
 @contextmanager
-def _merged(
-    layers: LayerRunner, index: int, own: Multiples, made: Mapping[str, Tensor] | None = None
+def merged_layer(
+    layers: LayerRunner, index: int, terms: Multiples, made: Mapping[str, Tensor] | None = None
 ) -> Iterator[nn.Module]:
-    """Give a layer as it is after its merge, for the time of the block; its weights come back bit for bit."""
+    """Yield a layer with the weights of its merge; its own weights come back bit for bit."""
     if made is None:
-        made = {} if own == ((index, 1),) else merged_projections(layers, own)
+        made = {} if terms == ((index, 1),) else merged_projections(layers, terms)
     with layers.layer(index) as layer:
         before = {name: parameter.data for name, parameter in _projections(layer)}
         try:

@@ -1,10 +1,10 @@
 """One-shot scores of layers (Kim et al., "Shortened LLaMA", section 3.1).
 
     ppl:          the loss of the model without the layer (its perplexity is exp of that and ranks alike)
-    taylor_plus:  sum over the layer's weight matrices and their elements of |w g|, g the gradient of LM
+    taylor_plus:  sum over the layer's weight matrices and their elements of |w g|, g the gradient of LM.
 
-Taylor's score is small for the first layers, whose removal the paper found ruinous; its "+" keeps 4 at the beginning
-and 2 at the end.
+Taylor's score is small for the first layers, but the paper reports that their removal ruins the model. Its "+" keeps 4
+layers at the beginning and 2 at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.config.train import micro_batch_for
 from pyprune.families import NamedParam
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layer_runner, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
 from pyprune.methods.ratio import Unit
 from pyprune.methods.score._gradients import GradientSum, take_gradients, unchanged_weights
@@ -33,7 +33,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     first, last = options.kept
     removal = Removal.of(request, options.unit, keep_first=first, keep_last=last)
     if options.form == "ppl":
-        runner = layers_of(model, run)
+        runner = layer_runner(model, run)
         batches = micro_batches(runner.model, samples, request.method)
         scores = losses_without(runner, batches, removal.unit, (), removal.open_layers, "Loss without each layer")
     else:
@@ -52,16 +52,16 @@ def taylor_scores(
     batch_size: int | None = None,
     stored: StoredModel | None = None,
 ) -> dict[int, float]:
-    """The sum of |w g| over the weight matrices of every layer, or of its attention or MLP.
+    """Return the sum of |w g| over the weight matrices of every layer, or of its attention or MLP.
 
     Args:
-        model: a dense model; it comes back as it was.
+        model: a dense model; it comes back unchanged.
         samples: token ids, int64 [N, T].
-        request: of the model; what it says of scoring is not read.
-        unit: what is scored.
+        request: request of the model; its options of scores are not read.
+        unit: the unit that is scored.
         batch_size: sequences in one forward and backward pass; None = all. With more than one pass the mean gradient of
             all layers is held, in float32; from disk that of one layer.
-        stored: where the weights are read from, a layer at a time; None = from the model.
+        stored: the files from which the weights are read, a layer at a time; None = they are in the model.
 
     Returns:
         Layer -> score.
@@ -73,7 +73,7 @@ def taylor_scores(
             value = float((gradient * param.parameter.detach()).abs().sum(dtype=torch.float64))
             scores[param.layer] = scores.get(param.layer, 0.0) + value
 
-    # All that heads and FFN channels own: the matrices and biases of every layer's attention and MLP.
+    # Heads and FFN channels own the matrices and biases of every layer's attention and MLP.
     run = Scoring.of(model, samples, replace(request, score=ScoreConfig(batch_size=batch_size)), stored=stored)
     take_gradients(run, unchanged_weights, GradientSum(add))
     return scores

@@ -3,7 +3,7 @@
     BI_i = 1 - mean over samples and tokens of  x_i . x_{i+1} / (|x_i| |x_{i+1}|)
 
 x_i is the stream that enters layer i and x_{i+1} the one that leaves it. For an attention or MLP block they are the
-stream in front of it and the stream with what it adds.
+streams before and after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, layers_of, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layer_runner, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
 from pyprune.probe.activations import still
@@ -29,7 +29,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     """Remove the units of the smallest block influence, all at once."""
     options = own_options(request, ShortGptOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    runner = layers_of(model, run)
+    runner = layer_runner(model, run)
     influence = block_influence(runner, micro_batches(runner.model, samples, request.method), removal.unit)
     scores = {index: influence[index] for index in removal.open_layers}
     return removal.decision(removal.smallest(scores), block_influence=json_scores(scores))
@@ -37,13 +37,13 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
 
 @torch.no_grad()
 def block_influence(runner: LayerRunner, batches: Sequence[Tensor], unit: Unit = "layer") -> tuple[float, ...]:
-    """The block influence of every layer, or of every attention or MLP block; one forward pass.
+    """Return the block influence of every layer, or of every attention or MLP block; one forward pass.
 
     Args:
-        runner: the layers of a causal LM, which comes back as it was. Of a checkpoint on disk each layer is read once,
-            and the streams of all batches are held.
+        runner: the layers of a causal LM, which comes back unchanged. On disk each layer is read once, and the streams
+            of all batches are held.
         batches: token ids, int64 [B, T] each.
-        unit: whose influence.
+        unit: the unit that is measured.
 
     Returns:
         1 - cosine, in [0, 2], one number a layer.
@@ -66,7 +66,7 @@ def block_influence(runner: LayerRunner, batches: Sequence[Tensor], unit: Unit =
 def _around(
     runner: LayerRunner, layer: nn.Module, stream: Tensor, index: int, unit: Unit
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The streams [B, T, H] in front of and behind the unit of a layer, and the one that leaves the layer."""
+    """Return the streams [B, T, H] before and after the unit of a layer, and the one that leaves the layer."""
     if unit == "layer":
         out = runner.run(layer, Part(index, BLOCKS), stream)
         return stream, out, out

@@ -1,6 +1,6 @@
 """Greedy removal by the loss of what is left (Song et al., "SLEB", section 3, their third metric).
 
-    round r:  remove  argmin over the layers j still there of  LM(model without the layers removed so far and without j)
+    round r:  remove  argmin over the remaining layers j of  LM(model without the layers removed so far and without j)
 
 on the same calibration text in every round.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.layers._units import Removal, json_scores, layers_of, losses_without, micro_batches
+from pyprune.methods.layers._units import Removal, json_scores, layer_runner, losses_without, micro_batches
 from pyprune.methods.layers.sleb import SlebOptions
 
 
@@ -19,7 +19,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     """Remove one unit a round, the one without which the loss is smallest; ties by the smaller index."""
     options = own_options(request, SlebOptions)
     removal = Removal.of(request, options.unit, keep_first=options.keep_first, keep_last=options.keep_last)
-    runner = layers_of(model, run)
+    runner = layer_runner(model, run)
     batches = micro_batches(runner.model, samples, request.method)
     removed: list[int] = []
     rounds = []
