@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -74,8 +75,6 @@ PYTHON = (sys.executable, "-P")
 """What starts a module of this package. With -m alone, Python would import from the current folder first, which may be
 a downloaded model's."""
 
-MEMORY_KINDS = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
-"""Kind of resident memory -> its field of ``status`` in /proc."""
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable by which vLLM on a CPU sizes its key-value cache (GiB), whatever its options say."""
 
@@ -275,65 +274,12 @@ def group_cpu_seconds(group: int) -> float:
 
 def group_peak_bytes(group: int) -> int:
     """Return the sum of the most bytes that each living process of a group held (0 without /proc)."""
-    return _group_bytes(group, "VmHWM")
-
-
-def group_resident_bytes(group: int) -> int:
-    """Return the sum of the bytes that each living process of a group holds now (0 without /proc)."""
-    return _group_bytes(group, "VmRSS")
-
-
-def group_memory(group: int) -> dict[str, dict[str, int]]:
-    """What the memory of a process group is: program -> kind -> bytes held now, ``{}`` without /proc.
-
-    Args:
-        group: process id of the group's leader.
-
-    Returns:
-        Of processes of the same name the sum. "anonymous" is memory of their own, "file" pages of files (each process
-        counts those that others have too), "shared" what several processes write to.
-    """
-    found: dict[str, dict[str, int]] = {}
-    for folder, _ in _processes(group):
-        with contextlib.suppress(OSError):
-            status, name = _status(folder), _program(folder)
-            held = found.setdefault(name, dict.fromkeys(MEMORY_KINDS, 0))
-            for kind, field in MEMORY_KINDS.items():
-                held[kind] += status.get(field, 0)
-    return found
-
-
-def _group_bytes(group: int, field: str) -> int:
-    """A field of ``status`` in /proc, added up over the processes of a group."""
     total = 0
     for folder, _ in _processes(group):
         with contextlib.suppress(OSError):
-            total += _status(folder).get(field, 0)
+            status = (folder / "status").read_text(errors="replace")
+            total += sum(1024 * int(size) for size in re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE))
     return total
-
-
-def _status(folder: Path) -> dict[str, int]:
-    """The sizes in bytes that ``status`` of a folder of /proc names."""
-    lines = (line.split() for line in (folder / "status").read_text(errors="replace").splitlines())
-    return {words[0].rstrip(":"): 1024 * int(words[1]) for words in lines if words[2:] == ["kB"]}
-
-
-def _program(folder: Path) -> str:
-    """What a process calls itself: the name of its program, without folders, or what it has put there instead."""
-    first, *_ = (folder / "cmdline").read_bytes().split(b"\0")
-    words = first.decode("utf-8", errors="replace").split() or [""]
-    return words[0].rpartition("/")[2]
-
-
-def group_processes(group: int) -> dict[int, str]:
-    """Process id -> command line of the living processes of a group; ended ones that nobody collected do not count."""
-    found = {}
-    for folder, fields in _processes(group):
-        if fields[0] != "Z":
-            with contextlib.suppress(OSError):
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                found[int(folder.name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
-    return found
 
 
 def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:

@@ -151,10 +151,12 @@ class Bench:
 
     def _load(self) -> tuple[PreTrainedModel, Any]:
         if self.loaded is None:
+            import torch
+
             from pyprune.checkpoint.load import load_model
             from pyprune.checkpoint.tokenizer import no_tokenizer
             from pyprune.quality.perplexity import evaluation_text
-            from pyprune.runtime.device import accelerator_name
+            from pyprune.runtime.device import resolve_device
 
             setting = self.setting
             model, tokenizer = load_model(
@@ -167,7 +169,9 @@ class Bench:
             if tokenizer is None:
                 raise no_tokenizer(setting.model)
             self.texts = {source: evaluation_text(tokenizer, source) for source in setting.texts}
-            self.environment = environment_record(accelerator_name(self.config.device))
+            place = resolve_device(self.config.device)
+            gpu = torch.cuda.get_device_name(place) if place.type == "cuda" else None
+            self.environment = environment_record(gpu)
             self.loaded = model, tokenizer
         return self.loaded
 

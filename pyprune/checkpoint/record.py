@@ -272,8 +272,7 @@ def _card_of_ours(card: Path, record: PruningRecord) -> tuple[bool, tuple[str, .
     if text is None:
         return False, ()
     found = _digest(text)
-    # Records of early releases have no digests.
-    return found in (record.cards or (_digest(model_card(record)),)), (found,)
+    return found in record.cards, (found,)
 
 
 def _digest(text: str) -> str:

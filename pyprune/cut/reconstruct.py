@@ -195,7 +195,6 @@ def reconstruct_compacted_(
     dense: PreTrainedModel | LayerRunner,
     samples: Tensor | Batch,
     *,
-    kinds: Sequence[str] | None = None,
     options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
     batch_size: int | None = None,
     device: torch.device | None = None,
@@ -207,7 +206,6 @@ def reconstruct_compacted_(
         plan: the one that it was cut with.
         dense: the dense model, or its layers, one at a time.
         samples: see :func:`reconstruct_`.
-        kinds: see :func:`reconstruct_`.
         options: see :class:`ReconstructConfig`.
         batch_size: see :func:`reconstruct_`.
         device: of the dense model, for each layer of a ``pruned`` that is on the host; None = the device of
@@ -223,7 +221,7 @@ def reconstruct_compacted_(
     layers = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)
     side = CompactedLayers(layers, plan, source.model.config)
     with still(pruned):
-        return _reconstruct(source, side, plan, Batch.of(samples), kinds, options, batch_size)
+        return _reconstruct(source, side, plan, Batch.of(samples), None, options, batch_size)
 
 
 @torch.no_grad()

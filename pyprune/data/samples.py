@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,11 +24,9 @@ class TokenSamples(Batch):
 
     Attributes:
         spans: where each row lies in its stream, in the order of the rows.
-        fingerprints: SHA-256 of each row, without padding.
     """
 
     spans: SpanSet = field(kw_only=True)
-    fingerprints: tuple[str, ...] = field(kw_only=True, repr=False)
 
     @property
     def records(self) -> bool:
@@ -57,7 +54,7 @@ class TokenSamples(Batch):
         rows = np.stack([stream.tokens[start:end] for start, end in spans])
         ids = torch.from_numpy(rows)
         kinds = tuple(stream.kind_at(start) for start, _ in spans)
-        return cls(ids, ids, kinds, spans=SpanSet(stream, tuple(spans)), fingerprints=_fingerprints(rows))
+        return cls(ids, ids, kinds, spans=SpanSet(stream, tuple(spans)))
 
     @classmethod
     def pad(
@@ -73,9 +70,4 @@ class TokenSamples(Batch):
             labels[row, predicted - start : end - start] = stream.tokens[predicted:end]
         kinds = tuple(stream.kind_at(start) for start, _, _ in places)
         spans = SpanSet(stream, tuple((start, end) for start, _, end in places))
-        prints = _fingerprints(stream.tokens[start:end] for start, _, end in places)
-        return cls(torch.from_numpy(ids), torch.from_numpy(labels), kinds, spans=spans, fingerprints=prints)
-
-
-def _fingerprints(rows: Iterable[Ids]) -> tuple[str, ...]:
-    return tuple(hashlib.sha256(row.tobytes()).hexdigest() for row in rows)
+        return cls(torch.from_numpy(ids), torch.from_numpy(labels), kinds, spans=spans)

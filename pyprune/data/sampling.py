@@ -165,7 +165,6 @@ def split_disjoint(
     tokenizer: PreTrainedTokenizerBase,
     configs: Mapping[str, DataConfig],
     *,
-    reserved: Sequence[SpanSet] = (),
     bos: bool = False,
 ) -> dict[str, TokenSamples]:
     """Draw several sample sets that share no text, even when their sources coincide.
@@ -176,7 +175,6 @@ def split_disjoint(
 
     Args:
         configs: name of the use (for example "regularise", "recover") -> options.
-        reserved: text that no set may touch (the test text: ``EvaluationText.spans``).
         bos: see :func:`sample_sequences`.
 
     Raises:
@@ -187,9 +185,9 @@ def split_disjoint(
     first = {name: bos_id(tokenizer, config.bos, usual=bos) for name, config in configs.items()}
     streams = _streams(tokenizer, configs, first)
     try:
-        drawn = _draw_in_turn(streams, configs, reserved)
+        drawn = _draw_in_turn(streams, configs)
     except DataError:
-        drawn = _draw_together(streams, configs, reserved)
+        drawn = _draw_together(streams, configs)
     for a, b in combinations(drawn, 2):
         assert_disjoint(drawn[a], drawn[b], names=(a, b))
     return {name: s if (token := first[name]) is None else s.beginning_with(token) for name, s in drawn.items()}
@@ -230,10 +228,8 @@ def _streams(
     return {name: read[keys[name]] for name in configs}
 
 
-def _draw_in_turn(
-    streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig], reserved: Sequence[SpanSet]
-) -> dict[str, TokenSamples]:
-    taken = list(reserved)
+def _draw_in_turn(streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig]) -> dict[str, TokenSamples]:
+    taken: list[SpanSet] = []
     drawn: dict[str, TokenSamples] = {}
     for name, config in configs.items():
         drawn[name] = _draw(streams[name], config, taken)
@@ -241,13 +237,11 @@ def _draw_in_turn(
     return drawn
 
 
-def _draw_together(
-    streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig], reserved: Sequence[SpanSet]
-) -> dict[str, TokenSamples]:
+def _draw_together(streams: Mapping[str, TokenStream], configs: Mapping[str, DataConfig]) -> dict[str, TokenSamples]:
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, stream in streams.items():
         groups.setdefault((stream.sha256, *(part.end for part in stream.parts)), []).append(name)
-    taken = list(reserved)
+    taken: list[SpanSet] = []
     drawn: dict[str, TokenSamples] = {}
     for names in groups.values():
         stream = streams[names[0]]

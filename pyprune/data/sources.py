@@ -48,11 +48,6 @@ def crosses_documents(source: str) -> bool:
     return HUB_SOURCES[source].cross_documents if source in HUB_SOURCES else True
 
 
-def read_documents(source: str, split: str = "train", field: str | None = None) -> list[str]:
-    """Return the texts of ``source`` in order; see :func:`read_corpus`."""
-    return [document.text for document in read_corpus(source, split, field).documents]
-
-
 def read_corpus(source: str, split: str = "train", field: str | None = None) -> Corpus:
     """Read every document of a source.
 

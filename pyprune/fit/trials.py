@@ -34,7 +34,7 @@ from pyprune.cut.steps import Step, steps_of
 from pyprune.cut.systems import Writers
 from pyprune.cut.walk import USED, Walk, chunks_of
 from pyprune.data.tokens import Batch
-from pyprune.errors import ConfigError, DataError
+from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
 from pyprune.families.base import BLOCKS
 from pyprune.fit.choices import LayerScores, Space, UnitScores
@@ -62,25 +62,19 @@ def recommended_scores() -> PruneConfig:
     return scoring_config("taylor", TaylorOptions(form="param_second"))
 
 
-def score_units(
-    model: PreTrainedModel, samples: Tensor, config: PruneConfig | None = None, *, hidden: bool = False
-) -> UnitScores:
+def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False) -> UnitScores:
     """Score every KV group, query head and FFN channel of a dense model, and with ``hidden`` every hidden channel.
 
     Args:
         model: comes back as it was.
         samples: token ids, int64 [N, T].
-        config: names the scoring method and its options; None = :func:`recommended_scores`.
         hidden: needed where hidden sizes are tried.
 
     Raises:
-        ConfigError: the method of ``config`` does not score structures.
         ScoreError: scores that are not finite.
     """
-    config = config or recommended_scores()
-    method = get_method(config.method)
-    if not isinstance(method, ScoreMethod):
-        raise ConfigError(f"method is {config.method!r}, which does not score heads and FFN channels; use taylor.")
+    config = recommended_scores()
+    method = cast(ScoreMethod, get_method(config.method))
     axes: tuple[ScoreAxis, ...] = ("heads", "ffn", "hidden") if hidden else ("heads", "ffn")
     opened = replace(
         config.score_options,

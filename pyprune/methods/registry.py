@@ -268,15 +268,6 @@ def preset(name: str) -> PruneConfig:
     return _maker(name)()
 
 
-def describe(name: str) -> str:
-    """Return one line about a preset.
-
-    Raises:
-        ConfigError: as :func:`preset`.
-    """
-    return (_maker(name).__doc__ or name).splitlines()[0]
-
-
 def _maker(name: str) -> Callable[[], PruneConfig]:
     makers = presets()
     installed = installed_methods() if name not in makers else {}

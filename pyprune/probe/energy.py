@@ -13,7 +13,7 @@ from pyprune.probe.streams import LayerRunner
 
 
 @torch.no_grad()
-def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor, *, batch_size: int | None = None) -> Tensor:
+def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor) -> Tensor:
     """The share of the stream's energy that every hidden channel has, summed over all points between layers:
 
         E_j = sum over layers l of  sum_n x_l[n, j]^2 / sum_n |x_l[n]|^2
@@ -26,7 +26,6 @@ def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor, *, batc
     Args:
         model: a dense model of a known family, which comes back as it was; or its layers as something else holds them.
         samples: token ids, int64 [N, T].
-        batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
     Returns:
         float64 [H] on the CPU; the shares at each point add up to 1, so that all of them add up to the number of layers
@@ -39,7 +38,7 @@ def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor, *, batc
         raise DataError("The energy of the stream is measured on calibration text; give samples.")
     runner = LayerRunner.of(model)
     energy = torch.zeros(len(runner.layers), int(runner.model.config.hidden_size), dtype=torch.float64)
-    batches = samples.split(batch_size or micro_batch_for(len(samples), samples.shape[1]))
+    batches = samples.split(micro_batch_for(len(samples), samples.shape[1]))
     with still(runner.model):
         for group in runner.walking_together(batches):
             streams = [runner.embed(batch) for batch in group]

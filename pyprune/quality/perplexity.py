@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from pyprune.runtime.modes import evaluating
 from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
 
-Protocol = Literal["ppl-2048", "ppl-128"]
 WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
 """Tokens in a window of each protocol (docs/methods.md, "Evaluation")."""
 _FORWARD_TOKENS = 2048
@@ -71,7 +69,7 @@ class EvaluationText:
 
     @property
     def spans(self) -> SpanSet:
-        """The whole text, to be kept out of calibration with ``split_disjoint(..., reserved=[text.spans])``."""
+        """The whole text, to be kept out of calibration with ``sample_sequences(..., exclude=text.spans)``."""
         return SpanSet.whole(self.passages)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from pyprune.data.encoding import check_chat_template, render
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
 from pyprune.families import begins_with_bos
 from pyprune.runtime.limits import foreign_errors
@@ -29,9 +28,7 @@ def evaluate_tasks(
     limit: int | float | None = None,
     batch_size: int = 8,
     *,
-    num_fewshot: int | None = None,
     include_path: Path | str | None = None,
-    apply_chat_template: bool = False,
     bos: bool | None = None,
     manager: Any = None,
 ) -> dict[str, dict[str, float]]:
@@ -41,9 +38,7 @@ def evaluate_tasks(
         tasks: lm-eval task or group names, for example piqa, arc_easy.
         limit: examples a task (a share below 1); None = all. Limited figures are for trying out only.
         batch_size: requests in a forward pass.
-        num_fewshot: examples in the prompt; None = the task's own number.
         include_path: folder of further task files (YAML), for example over local jsonl files.
-        apply_chat_template: wrap the prompts in the tokenizer's chat template.
         bos: whether prompts begin with the bos token; None = as the model's family expects it, else as lm-eval does.
         manager: what :func:`check_tasks` returned for these tasks; None = they are looked up here.
 
@@ -56,15 +51,10 @@ def evaluate_tasks(
         ConfigError: no task, an unknown one, or an option out of range.
         DataError: a task cannot be loaded or run: its file, its data, or the chat template of its prompts.
     """
-    manager = manager or check_tasks(
-        tasks, limit=limit, batch_size=batch_size, num_fewshot=num_fewshot, include_path=include_path
-    )
+    manager = manager or check_tasks(tasks, limit=limit, batch_size=batch_size, include_path=include_path)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    if apply_chat_template:
-        check_chat_template(tokenizer, ", ".join(tasks))
-        render(tokenizer, [("user", "Hello")], ", ".join(tasks), add_generation_prompt=True)
     with evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
         first = True if bos is None and begins_with_bos(getattr(model, "config", None)) else bos
         wrapped = HFLM(
@@ -74,9 +64,7 @@ def evaluate_tasks(
         output = simple_evaluate(
             wrapped,
             tasks=list(tasks),
-            num_fewshot=num_fewshot,
             limit=limit,
-            apply_chat_template=apply_chat_template,
             task_manager=manager,
             log_samples=False,
             random_seed=None,
@@ -92,7 +80,6 @@ def check_tasks(
     *,
     limit: int | float | None = None,
     batch_size: int = 8,
-    num_fewshot: int | None = None,
     include_path: Path | str | None = None,
 ) -> Any:
     """Look tasks up without running them, for runs that come to them after long work; arguments and errors as above.
@@ -100,7 +87,7 @@ def check_tasks(
     Returns:
         lm-eval's manager of these tasks.
     """
-    _check_task_options(tasks, limit, batch_size, num_fewshot)
+    _check_task_options(tasks, limit, batch_size)
     try:
         import lm_eval.models.huggingface  # noqa: F401 - with what it needs itself
     except ImportError as error:
@@ -141,7 +128,7 @@ def mean_accuracy(results: Mapping[str, Mapping[str, float]], tasks: Sequence[st
     return sum(found) / len(found) if found else None
 
 
-def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int, num_fewshot: int | None) -> None:
+def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int) -> None:
     if not tasks:
         raise ConfigError("tasks is empty; name at least one lm-eval task, for example piqa.")
     if not all(isinstance(task, str) and task.strip() for task in tasks):
@@ -152,8 +139,6 @@ def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: i
         raise ConfigError(f"limit is {limit}; it must be above 0, or left out for all examples.")
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise ConfigError(f"num_fewshot is {num_fewshot}; it must be at least 0.")
 
 
 @contextmanager

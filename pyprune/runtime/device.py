@@ -58,12 +58,6 @@ def resolve_device(name: str) -> torch.device:
     raise ConfigError(f"device is {name!r}; use auto, cpu, cuda or cuda:N. This machine has {count} CUDA devices.")
 
 
-def accelerator_name(device: str) -> str | None:
-    """Name of the accelerator behind a device name of :func:`resolve_device`; None for the CPU."""
-    place = resolve_device(device)
-    return torch.cuda.get_device_name(place) if place.type == "cuda" else None
-
-
 def device_memory(device: torch.device) -> int:
     """Bytes of memory that a run may still take on a device: of a CPU :func:`pyprune.runtime.host.available_memory`.
 

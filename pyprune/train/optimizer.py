@@ -282,7 +282,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def stepping_in_backward(
-        self, *, accumulation: int = 1, clipping: Clipping = "none", max_grad_norm: float | None = None
+        self, *, clipping: Clipping = "none", max_grad_norm: float | None = None
     ) -> Iterator[None]:
         """Step each parameter inside ``backward()``, as soon as its gradient is complete, and free that gradient.
 
@@ -292,7 +292,6 @@ class RegularisedAdamW(torch.optim.Optimizer):
         and does not reach its weight; weights whose gradients came before keep their step.
 
         Args:
-            accumulation: backward passes a step; only 1, because a gradient is gone after the first.
             clipping: "none" or "per_tensor" (each gradient's own norm, before the penalty joins it). "global" is
                 refused: the global norm is known only when all gradients are.
             max_grad_norm: limit of the norm of each gradient; given exactly when clipping.
@@ -303,7 +302,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
                 written after ``backward()``.
             FloatingPointError: out of ``backward()``, a gradient that is not finite.
         """
-        _check_hook_mode(accumulation, clipping, max_grad_norm)
+        _check_hook_mode(clipping, max_grad_norm)
         if self._in_backward:
             raise ConfigError("The optimizer already steps in backward; leave the first block before another.")
         # Numbers, because load_state_dict replaces the groups themselves.
@@ -343,12 +342,7 @@ def _described(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str
     return ", ".join(f"{key} {dtype} {shape}" for key, (shape, dtype) in layout.items()) or "empty"
 
 
-def _check_hook_mode(accumulation: int, clipping: str, max_grad_norm: float | None) -> None:
-    if accumulation != 1:
-        raise ConfigError(
-            f"Stepping in backward is defined for accumulation 1, not {accumulation}: a gradient is freed before the "
-            "next micro batch could add to it. Use larger micro batches, or step after backward."
-        )
+def _check_hook_mode(clipping: str, max_grad_norm: float | None) -> None:
     if clipping not in ("none", "per_tensor"):
         raise ConfigError(
             f"clipping is {clipping!r}; stepping in backward allows 'none' and 'per_tensor', because the norm of all "

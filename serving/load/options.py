@@ -262,13 +262,13 @@ def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load
     return DEFAULT_LOADS
 
 
-def parse_prompts(text: str, option: str = "--prompt-tokens") -> tuple[int, ...]:
+def parse_prompts(text: str) -> tuple[int, ...]:
     """Read "128,2048" as lengths of prompts.
 
     Raises:
         ConfigError: one is no whole number above 0.
     """
-    return tuple(int(number) for number in _numbers(text, option, whole=True))
+    return tuple(int(number) for number in _numbers(text, "--prompt-tokens", whole=True))
 
 
 def with_prompts(loads: Sequence[Load], prompts: Sequence[int]) -> tuple[Load, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from pyprune.data.sources import read_corpus
 from tests._support.tokenizer import tiny_tokenizer
 
 
@@ -33,3 +34,8 @@ def write_model(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def read_documents(source: str, split: str = "train", field: str | None = None) -> list[str]:
+    """Return the texts of a source in order."""
+    return [document.text for document in read_corpus(source, split, field).documents]

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from bench._texts import write_demo_data, write_demo_mixture
 from pyprune.config.data import MIXTURES, DataConfig, MixturePart, shared_out
 from pyprune.data.sampling import assert_disjoint, sample_sequences, split_disjoint
-from pyprune.data.sources import read_documents
 from pyprune.data.stream import token_stream
 from pyprune.errors import ConfigError, DataError
 from pyprune.quality.perplexity import evaluation_text
+from tests._support.text import read_documents
 from tests._support.tokenizer import tiny_tokenizer
 from tests.data._fakes import fake_datasets, jsonl, prose, text_file
 
@@ -192,7 +192,7 @@ def test_the_demo_splits_every_text_of_a_mixture(tmp_path: Path) -> None:
         assert (len(kept), len(held_out)) == (30, 10)
         assert sorted(kept + held_out) == sorted(texts[part.kind])
     reserved = [text.spans for text in tests.values()]
-    drawn = split_disjoint(TOKENIZER, {"regularise": demo.data(20, 64)}, reserved=reserved)["regularise"]
+    drawn = sample_sequences(TOKENIZER, demo.data(20, 64), exclude=reserved)
     assert Counter(drawn.kinds) == {"prose": 10, "code": 10}
     for text in tests.values():
         assert len(text.token_ids) > 1000

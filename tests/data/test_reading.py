@@ -14,9 +14,10 @@ import pytest
 from bench._texts import write_demo_data
 from pyprune.config.data import MIXTURES
 from pyprune.data.hub import HUB_SOURCES, read_named
-from pyprune.data.sources import check_source, packaged_text, read_corpus, read_documents
+from pyprune.data.sources import check_source, packaged_text, read_corpus
 from pyprune.errors import DataError, MissingDependencyError
 from tests._support.paths import SHARED_DATA
+from tests._support.text import read_documents
 from tests.data._fakes import fake_datasets, fake_package, jsonl, prose, text_file
 
 shared = pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not here")

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from bench._texts import write_demo_data
 from pyprune.data import files, layouts, records
-from pyprune.data.sources import check_source, read_corpus, read_documents
+from pyprune.data.sources import check_source, read_corpus
 from pyprune.errors import DataError, MissingDependencyError, OutputError
+from tests._support.text import read_documents
 from tests.data._fakes import fake_datasets, fake_package
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.cut.mask import masked
-from pyprune.errors import BudgetError, ConfigError, DataError
+from pyprune.errors import BudgetError, DataError
 from pyprune.families import family_for
 from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, LayerSpace, Space, UnitScores
 from pyprune.fit.limits import Budget
@@ -20,7 +20,6 @@ from pyprune.fit.quantities import Quantity, Widths
 from pyprune.fit.solve import SolveOptions, solve
 from pyprune.fit.trials import measure_losses, recommended_scores, score_units, weights_digest
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, monotone, search_of
-from pyprune.methods.registry import preset
 from tests._support.models import one_of_each, tiny_model
 
 DENSE = Widths(6, 2, 40)
@@ -231,11 +230,6 @@ def test_scores_of_all_units_come_from_one_pass() -> None:
     assert layer.kv_groups[0] > sum(layer.query_heads[:3]) > 0
     assert scores.method == recommended_scores().method == "taylor"
     assert not score_units(model, _text()).hidden
-
-
-def test_only_methods_that_score_structures_are_taken() -> None:
-    with pytest.raises(ConfigError, match="does not score heads"):
-        score_units(tiny_model("llama"), _text(), preset("shortgpt"))
 
 
 # --- between anchors ---------------------------------------------------------------------------

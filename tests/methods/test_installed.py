@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import describe, get_method, method_modules, own_methods, preset, presets
+from pyprune.methods.registry import get_method, method_modules, own_methods, preset, presets
 from pyprune.run.recipe import build_config
 from tests._support.models import tiny_model
 from tests._support.text import write_model
@@ -94,7 +94,6 @@ def test_a_method_of_another_package_is_listed_prunes_and_is_recorded(site: Path
     assert any(len(layer.ffn) < record.plan.dense.intermediate_size for layer in record.plan.layers)
     assert build_config(options={"method": "tally"}) == build_config(preset="tally") == preset("tally")
     assert (preset("tally-paper").method, preset("tally-paper").ratio) == ("tally", 0.3)
-    assert describe("tally-paper") == "The paper's ratio."
     with pytest.raises(ConfigError, match="Did you mean 'tally-paper'"):
         preset("tally-papr")
 

@@ -289,7 +289,6 @@ def test_unknown_tasks_and_a_missing_lm_eval(tmp_path: Path, monkeypatch: pytest
         ({"limit": 0}, "limit is 0"),
         ({"limit": float("nan")}, "limit is nan"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"num_fewshot": -1}, "num_fewshot is -1"),
     ],
 )
 def test_options_of_tasks_are_checked_before_anything_is_imported(
@@ -347,17 +346,6 @@ def test_what_the_model_and_pyprune_raise_in_a_task_stays_as_it_is(tmp_path: Pat
         with pytest.raises(type(error)) as caught:
             evaluate_tasks(model, TOKENIZER, ["tiny_sums"], include_path=tasks)
         assert caught.value is error
-
-
-def test_a_chat_template_is_tried_before_the_tasks_are_asked_with_it(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    tasks = choice_task(tmp_path)
-    tokenizer = tiny_tokenizer()
-    with pytest.raises(DataError, match="has no chat template"):
-        evaluate_tasks(tiny_llama(), tokenizer, ["tiny_sums"], include_path=tasks, apply_chat_template=True)
-    tokenizer.chat_template = "{{ 'x' * 10 ** 10 }}"
-    with pytest.raises(DataError, match="chat template failed on 'tiny_sums': MemoryError"):
-        evaluate_tasks(tiny_llama(), tokenizer, ["tiny_sums"], include_path=tasks, apply_chat_template=True)
 
 
 def test_numbers_far_out_of_range() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyprune.errors import ConfigError
-from pyprune.methods.registry import describe, get_method, own_methods, preset, presets, read_config
+from pyprune.methods.registry import get_method, own_methods, preset, presets, read_config
 from pyprune.run.recipe import build_config
 from tests._support.paths import REPO
 
@@ -57,7 +57,7 @@ def test_a_preset_is_valid_described_and_names_a_method(name: str) -> None:
     config = preset(name)
     config.validate()
     assert read_config(config.to_dict()) == config
-    assert describe(name)
+    assert presets()[name].__doc__
     assert name.startswith(config.method)
 
 

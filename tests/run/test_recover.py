@@ -326,7 +326,7 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
 
 
 def pipeline_text(source: Path) -> list[str]:
-    from pyprune.data.sources import read_documents
+    from tests._support.text import read_documents
 
     return read_documents(str(source))
 

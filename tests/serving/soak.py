@@ -44,8 +44,8 @@ from bench._machine import metric, serving_environment
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
-from pyprune.serving.engines import group_memory, group_processes, group_resident_bytes
 from pyprune.serving.load.server import Server
+from tests._support.process_groups import group_memory, group_processes, group_resident_bytes
 from tests.serving.soak_client import Outcome, Request, draw_requests, send_all
 
 DTYPE, SEED, SAMPLE, CANCELLED, MEMORY_EVERY_S = "float32", 0, 200, 0.05, 5.0
@@ -333,7 +333,7 @@ def grown(before: Json, after: Json) -> str:
     """Say by how much the memory of each process of a server grew over a load, from a megabyte.
 
     Args:
-        before: as of :func:`~pyprune.serving.engines.group_memory`.
+        before: as of :func:`~tests._support.process_groups.group_memory`.
         after: the same at the end.
     """
     more = [

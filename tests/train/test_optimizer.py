@@ -300,7 +300,6 @@ class TestSteppingInBackward:
     @pytest.mark.parametrize(
         ("arguments", "match"),
         [
-            ({"accumulation": 4}, "accumulation 1, not 4"),
             ({"clipping": "global", "max_grad_norm": 1.0}, "the norm of all gradients"),
             ({"clipping": "per_tensor"}, "max_grad_norm is None"),
             ({"max_grad_norm": 1.0}, "exactly when clipping"),

@@ -13,7 +13,6 @@ from pyprune.ops._philox import MASK, philox
 
 BLOCK = 128
 LANES = 16
-PARTS = BLOCK // LANES
 
 
 def random16(count: int, seed: int, purpose: int, step: int, stream: int, device: torch.device) -> torch.Tensor:

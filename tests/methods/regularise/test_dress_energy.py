@@ -86,7 +86,7 @@ def test_a_masked_channel_has_no_energy() -> None:
     assert (energy == 0).nonzero().flatten().tolist() == list(QUIET)
 
 
-def test_neither_the_order_of_the_text_nor_the_batches_count() -> None:
+def test_the_order_of_the_text_does_not_count() -> None:
     model, ids = tiny_model("llama"), samples()
     model.train()
     whole = stream_energy(model, ids)
@@ -95,8 +95,7 @@ def test_neither_the_order_of_the_text_nor_the_batches_count() -> None:
     assert torch.equal(whole, stream_energy(model, ids)), "two runs are bit-equal"
     backwards = ids.flip(0)
     assert not torch.equal(ids, backwards)
-    for other in (stream_energy(model, backwards), *(stream_energy(model, ids, batch_size=size) for size in (1, 3))):
-        torch.testing.assert_close(other, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(stream_energy(model, backwards), whole, rtol=1e-6, atol=0)
     assert select_channels(model, 12, ENERGY, ids) == select_channels(model, 12, ENERGY, backwards)
     other_text = tiny_batch(77, 8, 12)
     assert not torch.equal(stream_energy(model, other_text), whole), "the text does count"

@@ -22,14 +22,10 @@ from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.engines import (
-    MEMORY_KINDS,
     Engine,
     EngineError,
     choose_engine,
     group_cpu_seconds,
-    group_memory,
-    group_processes,
-    group_resident_bytes,
 )
 from pyprune.serving.speed.measure import _fits, measure, workload_of
 from pyprune.serving.speed.precision import ratio_interval
@@ -37,6 +33,7 @@ from pyprune.serving.speed.results import SpeedReport
 from pyprune.serving.speed.table import conditions, speed_table
 from pyprune.serving.speed.worker import VllmRunner
 from tests._support.models import tiny_model
+from tests._support.process_groups import MEMORY_KINDS, group_memory, group_processes, group_resident_bytes
 
 SIZES = {"batch_size": 3, "new_tokens": 4, "prompt_tokens": 20, "repeats": 2}
 
@@ -338,7 +335,7 @@ def test_a_process_of_any_name_stops_no_measurement(tmp_path: Path) -> None:
             assert Path(f"/proc/{process.pid}/comm").read_bytes() == b"aaaaaaaaaaaaaa\xc3\n"
             assert group_resident_bytes(process.pid) > 0
             [(_, kinds)] = group_memory(process.pid).items()
-            assert set(kinds) == set(MEMORY_KINDS)
+            assert set(kinds) == set(MEMORY_KINDS.values())
             assert sum(kinds.values()) == group_resident_bytes(process.pid)
             assert list(group_processes(process.pid)) == [process.pid]
             assert group_cpu_seconds(os.getpgid(0)) > 0
