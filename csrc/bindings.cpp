@@ -22,7 +22,6 @@
 #include "kernels/perturb.h"
 #include "kernels/regularised_adamw.h"
 #include "kernels/residual_diff_norm.h"
-#include "kernels/shrink.h"
 #include "kernels/slice_gather.h"
 
 namespace py = pybind11;
@@ -235,13 +234,6 @@ void bind_group_soft_threshold(const Tensor& w, const Tensor& index, int axis, d
   group_soft_threshold(data(w), threshold, selected);
 }
 
-void bind_shrink(const Tensor& w, const Tensor& index, int axis, float factor, float offset, int threads) {
-  const Selection selected = selected_groups(w, index, axis, offset, threads);
-  finite(factor, "factor");
-  const py::gil_scoped_release released;
-  shrink(data(w), factor, selected);
-}
-
 void bind_group_importance(const Tensor& score, const Tensor& w, int axis, bool is_signed, float offset,
                            const Tensor& out, int threads) {
   check_same(score, "score", w, "w");
@@ -323,8 +315,6 @@ PYBIND11_MODULE(_C, module) {
              py::arg("grad"), py::arg("penalty_weight"), py::arg("offset"), py::arg("threads"));
   module.def("group_soft_threshold", &bind_group_soft_threshold, py::arg("w"), py::arg("index"), py::arg("axis"),
              py::arg("threshold"), py::arg("offset"), py::arg("threads"));
-  module.def("shrink", &bind_shrink, py::arg("w"), py::arg("index"), py::arg("axis"), py::arg("factor"),
-             py::arg("offset"), py::arg("threads"));
   module.def("group_importance", &bind_group_importance, py::arg("score"), py::arg("w"), py::arg("axis"),
              py::arg("is_signed"), py::arg("offset"), py::arg("out"), py::arg("threads"));
   py::class_<BoundAdamTensor>(module, "AdamTensor", "One weight of regularised_adamw with everything that it needs.")

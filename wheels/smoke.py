@@ -91,7 +91,7 @@ def ops_agree() -> str:
     """Every instruction set and the reference give the same, on one thread and on two."""
     import torch
 
-    from pyprune.ops import available_isas, group_penalty, shrink
+    from pyprune.ops import available_isas, group_penalty, slice_gather
     from pyprune.ops._dispatch import extension
 
     expected = INSTRUCTION_SETS.get(platform.machine(), ("scalar",))
@@ -103,22 +103,22 @@ def ops_agree() -> str:
 
     def run(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         own = weights.to(dtype)
-        return group_penalty(own, index, 1, "l2").float(), shrink(own.clone(), index, 1, 0.3)
+        return group_penalty(own, index, 1, "l2").float(), slice_gather(own, None, index, 0.3)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        penalty, shrunk = _with_backend("python", lambda dtype=dtype: run(dtype))
+        penalty, gathered = _with_backend("python", lambda dtype=dtype: run(dtype))
         for name in available_isas():
             module.set_isa(name)
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                got_penalty, got_shrunk = _with_backend("cpp", lambda dtype=dtype: run(dtype))
+                got_penalty, got_gathered = _with_backend("cpp", lambda dtype=dtype: run(dtype))
                 what = f"{dtype} on {name} with {threads} thread(s)"
-                if not torch.equal(got_shrunk, shrunk):
-                    raise Failure(f"shrink differs from its reference: {what}")
+                if not torch.equal(got_gathered, gathered):
+                    raise Failure(f"slice_gather differs from its reference: {what}")
                 if not torch.allclose(got_penalty, penalty, rtol=1e-5, atol=0):
                     raise Failure(f"group_penalty is {got_penalty}, its reference {penalty}: {what}")
     module.set_isa("auto")
-    return f"group_penalty and shrink agree with their references on {', '.join(available_isas())}"
+    return f"group_penalty and slice_gather agree with their references on {', '.join(available_isas())}"
 
 
 def one_openmp() -> str:

@@ -4,16 +4,15 @@
                         [--selected 0.25] [--no-compile]
 
 The ceiling of an op is an in-place probe over arrays of the same size with the same read and write streams and almost
-no arithmetic, in the same run: for each op ops_cases.py says which. Two are exceptions: ``perturb`` is compared
-with a plain copy, ``slice_gather`` with a copy of the rows that it reads; and where an op returns new tensors (the
-gradients of ``residual_diff_norm``, the LayerNorm's output) its ceiling allocates them too. ``group_penalty``,
-``group_soft_threshold`` and ``shrink`` work on the last quarter of the groups. Of 4096 x 11008 that is 45 MB, which
-large last-level caches hold in part, so on a CPU other data fills the caches before each of their cases, untimed, and
-all of them come from memory; on a GPU --selected 1 does that. The last two have one ceiling. All
-implementations of an op, in all dtypes, are interleaved; arrays are freed after each op. Every sample is appended to
-bench/results/ops.jsonl, the table shows medians with their median absolute deviation, shares and ratios are medians
-over the rounds, and the targets come last. An op whose kernel disagrees with the reference, in any of the timed modes,
-is not timed; the others are, and the exit status is 1.
+no arithmetic, in the same run: for each op ops_cases.py says which. Two are exceptions: ``perturb`` is compared with a
+plain copy, ``slice_gather`` with a copy of the rows that it reads; and where an op returns new tensors (the gradients
+of ``residual_diff_norm``, the LayerNorm's output) its ceiling allocates them too. ``group_penalty`` and
+``group_soft_threshold`` work on the last quarter of the groups. Of 4096 x 11008 that is 45 MB, which large last-level
+caches hold in part, so on a CPU other data fills the caches before each of their cases, untimed, and all of them come
+from memory; on a GPU --selected 1 does that. All implementations of an op, in all dtypes, are interleaved; arrays are
+freed after each op. Every sample is appended to bench/results/ops.jsonl, the table shows medians with their median
+absolute deviation, shares and ratios are medians over the rounds, and the targets come last. An op whose kernel
+disagrees with the reference, in any of the timed modes, is not timed; the others are, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from bench.kernels.ops_setting import AXES, DTYPES, ONE_THREAD, Setting
 from pyprune.runtime.report import Table, markdown_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ops.jsonl"
-SELECTED = ("group_penalty", "group_soft_threshold", "shrink")
+SELECTED = ("group_penalty", "group_soft_threshold")
 """The ops that work on a selection of the groups."""
 JUDGED = (("moreau_step",), SELECTED, ("regularised_adamw",))
 """The ops that have targets; those of one tuple share theirs."""
@@ -130,7 +129,7 @@ def thread_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
         if (ratio := quotient(find(all_cases, c.op, c.dtype, c.variant, ONE_THREAD), c)) is not None
     }
     share = f"last {setting.selected:.0%} of the columns"
-    return [worst(f"{_names(SELECTED[:2])}, float32, {share}, times faster than on one thread", 1.25, ratios)]
+    return [worst(f"{_names(SELECTED)}, float32, {share}, times faster than on one thread", 1.25, ratios)]
 
 
 def other_targets(all_cases: list[Case], setting: Setting) -> list[Target]:

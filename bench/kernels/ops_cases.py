@@ -22,7 +22,6 @@ from pyprune.ops import (
     moreau_step,
     perturb,
     residual_diff_norm,
-    shrink,
     slice_gather,
 )
 
@@ -173,7 +172,7 @@ def eager_penalty(w: Tensor, grad: Tensor, index: Tensor, axis: int, kind: str) 
 
 
 def threshold_cases(s: Setting, dtype: str) -> list[Case]:
-    """The group soft-threshold and the multiplicative shrink of some rows or columns, in place, with one ceiling."""
+    """The group soft-threshold of some rows or columns, in place."""
     op, w = "group_soft_threshold", s.array(dtype)
     probe = w.clone()
     result = []
@@ -192,13 +191,6 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
             ceiling,
             *(case(op, variant=f"{groups}, l2", implementation=n, call=c, ceiling=ceiling) for n, c in calls.items()),
         ]
-        s.check("shrink", dtype, partial(_shrunk, axis=axis))
-        for name, call in (
-            # Up and down in turn would be two calls; a factor of nearly 1 leaves the numbers where they are.
-            (s.kernel, on_backend(s.kernel, shrink, w, index, axis, 1 - 1e-7)),
-            ("eager", partial(eager_shrink, w, index, axis)),
-        ):
-            result.append(case("shrink", variant=groups, implementation=name, call=call, ceiling=ceiling))
     return result
 
 
@@ -206,20 +198,11 @@ def _thresholded(w: Tensor, axis: int) -> Tensor:
     return group_soft_threshold(w, last(w, axis), axis, 0.25)
 
 
-def _shrunk(w: Tensor, axis: int) -> Tensor:
-    return shrink(w, last(w, axis), axis, 0.75)
-
-
 def eager_threshold_(w: Tensor, index: Tensor, axis: int) -> None:
     """The group soft-threshold of the selected slices with torch."""
     part = w.index_select(axis, index)
     norm = torch.linalg.vector_norm(part, dim=1 - axis, keepdim=True, dtype=torch.float32)
     w.index_copy_(axis, index, (part * torch.clamp(1 - TINY / norm, min=0)).to(w.dtype))
-
-
-def eager_shrink(w: Tensor, index: Tensor, axis: int) -> None:
-    """The shrink of the selected slices with torch."""
-    w.index_copy_(axis, index, w.index_select(axis, index) * (1 - 1e-7))
 
 
 def difference_cases(s: Setting, dtype: str) -> list[Case]:
@@ -349,7 +332,7 @@ OPS: dict[str, Callable[[Setting, str], list[Case]]] = {
     "slice_gather": gather_cases,
     "layer_norm_virtual": layer_norm_cases,
 }
-"""Op -> its cases for one dtype; "group_soft_threshold" brings "shrink" along."""
+"""Op -> its cases for one dtype."""
 
 
 def cases(s: Setting, op: str, dtypes: list[str]) -> list[Case]:

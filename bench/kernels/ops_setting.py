@@ -7,12 +7,12 @@ What only reads is compared with :func:`read`, a reduction. Its GB/s are about h
 every byte twice: on the CPUs measured a pass that reads takes as long as one that also writes back, to within a tenth,
 whether torch reduces (sum, amax, norm, dot) or an AVX-512 loop with prefetches does. So it is a ceiling.
 
-``group_penalty``, ``group_soft_threshold`` and ``shrink`` work on a part of a matrix. Large last-level caches hold some
-of it, and what a case finds there would depend on the case before it. On a CPU each of their cases starts after an
-untimed pass that fills the caches with other data (:attr:`Setting.cold`): the figures are those of arrays that come
-from memory. On a GPU a case runs several times a sample, each time after itself and over as many bytes as its ceiling,
-so that both find the same in the L2 cache. Evicting it would leave one call a sample, which is too short to time;
---selected 1 is larger than the cache.
+``group_penalty`` and ``group_soft_threshold`` work on a part of a matrix. Large last-level caches hold some of it, and
+what a case finds there would depend on the case before it. On a CPU each of their cases starts after an untimed pass
+that fills the caches with other data (:attr:`Setting.cold`): the figures are those of arrays that come from memory. On
+a GPU a case runs several times a sample, each time after itself and over as many bytes as its ceiling, so that both
+find the same in the L2 cache. Evicting it would leave one call a sample, which is too short to time; --selected 1 is
+larger than the cache.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Setting:
         device: CPU or CUDA.
         compiled: whether torch.compile is measured.
         selected: share of the rows or columns that the ops on an index set work on.
-        cache: bytes of the last-level cache in which cases of ``group_penalty``, ``group_soft_threshold`` and
-            ``shrink`` must not find their arrays on a CPU; 0 = they may.
+        cache: bytes of the last-level cache in which cases of ``group_penalty`` and ``group_soft_threshold`` must
+            not find their arrays on a CPU; 0 = they may.
     """
 
     rows: int

@@ -16,7 +16,6 @@ from pyprune.ops.moreau_step import moreau_step
 from pyprune.ops.perturb import perturb
 from pyprune.ops.regularised_adamw import regularised_adamw
 from pyprune.ops.residual_diff_norm import residual_diff_norm
-from pyprune.ops.shrink import shrink
 from pyprune.ops.slice_gather import slice_gather
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "perturb",
     "regularised_adamw",
     "residual_diff_norm",
-    "shrink",
     "slice_gather",
     "without_values",
 ]

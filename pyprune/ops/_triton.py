@@ -174,38 +174,8 @@ def load_weights(w, at, inside, offset):
     return tl.where(inside, value, 0.0)
 
 
-@triton.jit
-def _multiply(w, index, scales, groups, length, cols, offset, SCALE_STRIDE: tl.constexpr, BY_ROW: tl.constexpr,
-              GROUPS: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    begin = tl.program_id(1).to(tl.int64) * STEP
-    at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
-    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    scale = of_groups(tl.load(scales + position * SCALE_STRIDE, mask=position < groups, other=0.0), BY_ROW)
-    value = load_weights(w, at, inside, offset)
-    # Chosen, not multiplied: 0 * inf would be NaN, and -0 is not the zero that a cut leaves behind.
-    product = tl.where(scale == 0.0, 0.0, value * scale) - offset
-    tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
-
-
 def group_sizes(by_row: bool, cols: int) -> dict[str, int]:
     """The shape of a tile for groups that are rows (a stretch of one), or columns (a block of them)."""
     if by_row:
         return {"BY_ROW": True, "GROUPS": 1, "STEP": min(2048, triton.next_power_of_2(cols))}
     return {"BY_ROW": False, "GROUPS": 64, "STEP": 32}
-
-
-def multiply_groups(w: torch.Tensor, index: torch.Tensor, scales: torch.Tensor, axis: int, offset: float) -> None:
-    """``w <- (w + offset) * scale - offset`` on the selected rows (axis 0) or columns.
-
-    Args:
-        w: ``[rows, cols]``, contiguous, float32, bfloat16 or float16.
-        index: int64, not empty.
-        scales: float32, one for each position of the index, or one for all. 0 writes ``-offset``.
-        axis: 0 for rows, 1 for columns.
-        offset: added first and taken off again.
-    """
-    sizes = group_sizes(axis == 0, w.shape[1])
-    length = w.shape[1 - axis]
-    grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(length, sizes["STEP"]))
-    stride = 0 if scales.numel() == 1 else 1
-    launch(_multiply, grid, w, index, scales, len(index), length, w.shape[1], offset, SCALE_STRIDE=stride, **sizes)

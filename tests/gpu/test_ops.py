@@ -22,7 +22,6 @@ from pyprune.ops import (
     perturb,
     regularised_adamw,
     residual_diff_norm,
-    shrink,
     slice_gather,
 )
 from pyprune.ops.moreau_step import reference as step_reference
@@ -100,11 +99,6 @@ class TestAgainstFloat64:
         self, threshold: float, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         on_gpu(lambda w: [group_soft_threshold(w, INDEX, axis, threshold)], dtype, monkeypatch, [SHAPE])
-
-    @pytest.mark.parametrize("axis", [0, 1])
-    @pytest.mark.parametrize("factor", [0.0, 0.375])
-    def test_shrink(self, factor: float, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        on_gpu(lambda w: [shrink(w, INDEX, axis, factor, offset=1.0)], dtype, monkeypatch, [SHAPE])
 
     @pytest.mark.parametrize("axis", [0, 1])
     @pytest.mark.parametrize("signed", [True, False])

@@ -48,7 +48,6 @@ def groups(dtype: torch.dtype, axis: int) -> None:
     ops.group_soft_threshold(w, INDEX, axis, 0.5, offset=1.0)
     ops.moreau_step(w, other, 0.1, 0.4, 8.0, axis)
     ops.group_importance(other, w, axis, offset=1.0)
-    ops.shrink(w, INDEX, axis, 0.5, offset=1.0)
     for kind in ("l1", "l2"):
         ops.add_group_penalty_(other, w, INDEX, axis, kind, 0.5)
 

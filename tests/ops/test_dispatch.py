@@ -21,7 +21,6 @@ from pyprune.ops import (
     group_soft_threshold,
     moreau_step,
     perturb,
-    shrink,
     slice_gather,
 )
 
@@ -66,7 +65,6 @@ def test_auto_does_not_choose_tritons_interpreter(
         ("offset", lambda w: group_penalty(w, [0], 0, "l2", offset=-1e39)),
         ("offset", lambda w: group_importance(w, w, 0, offset=1e39)),
         ("sigma", lambda w: perturb(w, w, 1e39, 0)),
-        ("factor", lambda w: shrink(w, [0], 0, 1e39)),
         ("scale", lambda w: slice_gather(w, None, scale=1e39)),
     ],
 )
@@ -80,7 +78,7 @@ def test_scalars_that_float32_cannot_hold_are_refused_alike(
 
 
 def test_float64_holds_scalars_that_float32_does_not() -> None:
-    assert torch.equal(shrink(torch.ones(2, 3).double(), [0], 0, 1e39)[0], torch.full((3,), 1e39, dtype=torch.float64))
+    assert slice_gather(torch.ones(3).double(), None, scale=1e39).tolist() == [1e39] * 3
 
 
 def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:

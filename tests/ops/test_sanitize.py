@@ -21,7 +21,7 @@ from pyprune.ops import _dispatch
 module, w = _dispatch.extension(), torch.zeros(3, 5)
 index = torch.tensor([0, 3])
 lie = module.Tensor(w.data_ptr(), [4, 5], [5, 1], "float32")
-module.shrink(lie, _dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
+module.group_soft_threshold(lie, _dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
 """
 
 
@@ -41,4 +41,4 @@ def test_cpp_access_beyond_a_tensor_is_caught() -> None:
     child = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=200, check=False)
     assert child.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in child.stderr
-    assert "csrc/kernels/shrink-inl.h" in child.stderr, "the stack has no names"
+    assert "csrc/kernels/group_soft_threshold-inl.h" in child.stderr, "the stack has no names"

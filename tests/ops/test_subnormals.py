@@ -46,16 +46,6 @@ def threshold(dtype: torch.dtype, axis: int) -> float:
     return float(tiny(dtype, 0).double().norm(dim=1 - axis).median().float())
 
 
-def shrink(axis: int, factor: float, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
-    return [ops.shrink(tiny(dtype, 0).to(held), INDEX, axis, factor)]
-
-
-def shrink_from_one(axis: int, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
-    """Normal numbers that become subnormal."""
-    w = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return [ops.shrink(w.to(held), INDEX, axis, torch.finfo(dtype).smallest_normal)]
-
-
 def soft_threshold(axis: int, dtype: torch.dtype, held: torch.dtype) -> list[torch.Tensor]:
     return [ops.group_soft_threshold(tiny(dtype, 0).to(held), INDEX, axis, threshold(dtype, axis))]
 
@@ -104,8 +94,6 @@ def adamw(kind: str, stochastic: bool, quantised: bool, dtype: torch.dtype, held
 
 
 EXACT: dict[str, Run] = {
-    **{f"shrink-{a}-{f:.0e}": partial(shrink, a, f) for a in (0, 1) for f in (torch.tensor(0.3).item(), 2.0**-126)},
-    **{f"shrink_from_one-{a}": partial(shrink_from_one, a) for a in (0, 1)},
     **{f"group_soft_threshold-{a}": partial(soft_threshold, a) for a in (0, 1)},
     **{f"group_penalty-{a}-{k}": partial(penalty, a, k) for a in (0, 1) for k in ("l1", "l2")},
     **{f"moreau_step-{a}-{e}": partial(moreau, a, e) for a in (0, 1) for e in (0.0, 0.5)},
@@ -220,4 +208,3 @@ def test_a_subnormal_scalar(backend: str, dtype: torch.dtype, limit: float) -> N
     values = torch.tensor([1.0, -1.0, 0.0, 2.0**-20])[:, None].to(dtype)
     assert torch.equal(ops.group_soft_threshold(values.clone(), [0, 1, 2, 3], 0, limit), values)
     assert torch.equal(ops.slice_gather(values, None, None, limit), (values.float() * limit).to(dtype))
-    assert torch.equal(ops.shrink(values.clone(), [0, 1, 2, 3], 0, limit), (values.float() * limit).to(dtype))

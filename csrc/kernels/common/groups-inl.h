@@ -1,6 +1,6 @@
 // Sums and updates of the selected groups, rows or columns alike, in a fixed order. For body files: see
 // foreach_target.h; no include guard on purpose. A source evaluates elements, terms say what is summed, an update
-// says what the elements become (columns-inl.h).
+// returns the new elements of its `out` from i on, with one scale a lane.
 #include "kernels/common/rows-inl.h"
 
 namespace pyprune {
@@ -20,37 +20,11 @@ struct Weights {
   }
 };
 
-// An update: at() is what the elements of `out` from i on become; scale has one value a lane. This one multiplies the
-// weights. out: w, or another matrix, every group of which is written then.
-template <class T>
-struct Multiply {
-  static constexpr int kArrays = 1;
-  const T* w;
-  T* out;
-  float offset;
-  template <class Extent>
-  Pair at(std::int64_t i, Extent extent, Pair scale) const {
-    return scaled(extent.weights(w + i, offset), scale) - both(offset);
-  }
-};
-
 template <class Terms>
 void reduce(Terms terms, const Piece& piece) {
   if (!piece.by_row) return reduce_columns(terms, piece);
   for (std::int64_t k = piece.begin; k < piece.end; ++k) {
     piece.sums[k] = checked_row_sum(terms, piece.row_start(k), piece.cols, Nothing{});
-  }
-}
-
-// The same scale everywhere.
-template <class T, class Update>
-void update_all(Update update, const Piece& piece, float scale) {
-  if (!piece.by_row) {
-    reorder<T, true>(piece.selected, piece);
-    return over_columns(piece, false, UpdateColumns<Update>{update, nullptr, both(scale), piece.selected});
-  }
-  for (std::int64_t k = piece.begin; k < piece.end; ++k) {
-    update_row(OfRow<Update>{update, piece.row_start(k), both(scale)}, piece.cols);
   }
 }
 

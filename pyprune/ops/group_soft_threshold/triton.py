@@ -1,4 +1,4 @@
-"""Triton kernel of the group soft-threshold. ``reference.py`` is the definition."""
+"""Triton kernels of the group soft-threshold. ``reference.py`` is the definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyprune.ops._triton import (
     group_tile,
     launch,
     load_weights,
-    multiply_groups,
+    of_groups,
     shrink_scale,
     shrink_scales,
     to_storage,
@@ -35,6 +35,20 @@ def _rows(w, index, cols, threshold, offset, STEP: tl.constexpr, FOLDS: tl.const
         tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _multiply(w, index, scales, groups, length, cols, offset, BY_ROW: tl.constexpr, GROUPS: tl.constexpr,
+              STEP: tl.constexpr):  # fmt: skip
+    """One tile: ``(w + offset) * scale - offset``, with one scale a group."""
+    begin = tl.program_id(1).to(tl.int64) * STEP
+    at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
+    position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    scale = of_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
+    value = load_weights(w, at, inside, offset)
+    # Chosen, not multiplied: 0 * inf would be NaN, and -0 is not the zero that a cut leaves behind.
+    product = tl.where(scale == 0.0, 0.0, value * scale) - offset
+    tl.store(w + at, to_storage(product, w.dtype.element_ty), mask=inside)
+
+
 def group_soft_threshold(w: torch.Tensor, index: torch.Tensor, axis: int, threshold: float, offset: float) -> None:
     """Shrink the selected rows or columns in place.
 
@@ -45,9 +59,11 @@ def group_soft_threshold(w: torch.Tensor, index: torch.Tensor, axis: int, thresh
         threshold: finite, > 0.
         offset: added first and taken off again.
     """
+    sizes = group_sizes(axis == 0, w.shape[1])
     if axis == 0:
-        step = group_sizes(True, w.shape[1])["STEP"]
-        constants = {"STEP": step, "FOLDS": folds(step, 1, w.device)}
+        constants = {"STEP": sizes["STEP"], "FOLDS": folds(sizes["STEP"], 1, w.device)}
         launch(_rows, (len(index),), w, index, w.shape[1], threshold, offset, **constants)
-    else:
-        multiply_groups(w, index, shrink_scales(group_sums(w, index, axis, "l2", offset), threshold), axis, offset)
+        return
+    scales = shrink_scales(group_sums(w, index, axis, "l2", offset), threshold)
+    grid = (triton.cdiv(len(index), sizes["GROUPS"]), triton.cdiv(w.shape[0], sizes["STEP"]))
+    launch(_multiply, grid, w, index, scales, len(index), w.shape[0], w.shape[1], offset, **sizes)

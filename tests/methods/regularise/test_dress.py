@@ -146,7 +146,6 @@ def test_l2_prox_removes_whole_groups(family: str) -> None:
         ("add_group_penalty_", {"norm": "l2", "penalty_weight": 0.3}),
         ("group_soft_threshold", {"solver": "prox", "penalty_weight": 1.0, "prox_step": 0.05}),
         ("group_soft_threshold", {"solver": "prox", "penalise": "all", "penalty_weight": 0.1, "prox_step": 0.05}),
-        ("shrink", {"schedule": "anneal", "anneal_share": 1.0}),
     ],
 )
 def test_every_step_goes_through_the_ops_and_equals_their_references(
@@ -456,6 +455,26 @@ def test_small_proximal_steps_are_kept_in_bfloat16(family: str) -> None:
     before = hidden_slices(tiny_model(family), R)[0].penalty("l2").item()
     assert before - lengths[torch.float32] == pytest.approx(0.05 * len(R), rel=1e-3)
     assert before - lengths[torch.bfloat16] == pytest.approx(0.05 * len(R), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_annealed_factor_is_rounded_once_and_zero_is_exact(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family).to(dtype)
+    for slices in hidden_slices(model, R):
+        weight, offset = slices.param.parameter, slices.offset
+        before = weight.detach().clone()
+        part = before.index_select(slices.dim, slices.index)
+        wide = part if dtype == torch.float64 else part.float()
+        slices.shrink(0.3)
+        expected = ((wide + offset) * 0.3 - offset).to(dtype)
+        assert torch.equal(weight, before.index_copy(slices.dim, slices.index, expected))
+        with torch.no_grad():
+            weight.movedim(slices.dim, 0)[R[0]] = float("nan")
+        slices.shrink(0.0)
+        removed = weight.index_select(slices.dim, slices.index)
+        assert (removed == -offset).all()
+        assert offset or not torch.signbit(removed).any()
 
 
 def test_the_proximal_map_of_l1_is_refused() -> None:

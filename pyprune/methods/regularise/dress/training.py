@@ -32,7 +32,7 @@ from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, family_for, named_axes
 from pyprune.methods.base import NO_RUN, RunOptions, StageReport, warn_if_nothing_penalised
 from pyprune.methods.regularise.dress import DressOptions
-from pyprune.ops import add_group_penalty_, group_penalty, group_soft_threshold, shrink
+from pyprune.ops import add_group_penalty_, group_penalty, group_soft_threshold
 from pyprune.ops.regularised_adamw import Penalty
 from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.plan import PrunePlan
@@ -110,6 +110,17 @@ class _Slices:
         every = torch.arange(len(self.index), device=part.device)
         group_soft_threshold(part, every, self.dim, threshold, offset=self.offset)
         parameter.index_copy_(self.dim, self.index, changed_to_bfloat16(part, self.param.name))
+
+    @torch.no_grad()
+    def shrink(self, factor: float) -> None:
+        """Multiply the selected slices by ``factor``, in float32. 0 writes zeros, also over NaN and infinities."""
+        parameter = self.param.parameter
+        if factor == 0:
+            parameter.index_fill_(self.dim, self.index, 0.0 - self.offset)
+            return
+        part = parameter.index_select(self.dim, self.index)
+        wide = part if part.dtype == torch.float64 else part.float()
+        parameter.index_copy_(self.dim, self.index, ((wide + self.offset) * factor - self.offset).to(part.dtype))
 
 
 class DressObjective(Objective):
@@ -231,7 +242,7 @@ class DressObjective(Objective):
             parameter = slices.param.parameter
             ratio = ratios[parameter.dtype]
             if ratio != 1.0:
-                shrink(parameter, slices.index, slices.dim, ratio, offset=slices.offset)
+                slices.shrink(ratio)
 
     def _ratio(self, step: int, dtype: torch.dtype) -> float:
         """What R is multiplied by in ``step`` alone."""
