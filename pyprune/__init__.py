@@ -27,7 +27,7 @@ _PUBLIC = {
     "Evaluation": "pyprune.quality.measure:Evaluation",
     "PruneConfig": "pyprune.config.run:PruneConfig",
     "PrunePlan": "pyprune.plan:PrunePlan",
-    "PruneResult": "pyprune.run.stages:PruneResult",
+    "PruneResult": "pyprune.run.result:PruneResult",
     "PypruneError": "pyprune.errors:PypruneError",
     "bench": "pyprune.serving.speed.measure:measure",
     "build_config": "pyprune.run.recipe:build_config",
@@ -41,11 +41,11 @@ _PUBLIC = {
     "export_gguf": "pyprune.serving.gguf.write:export_gguf",
     "fit": "pyprune.fit.fit:fit",
     "load_model": "pyprune.checkpoint.load:load_model",
-    "make_plan": "pyprune.run.prune:make_plan",
+    "make_plan": "pyprune.run.prune:plan_model",
     "mask_": "pyprune.cut.mask:mask_",
-    "prune": "pyprune.run.prune:prune",
-    "prune_": "pyprune.run.prune:prune_",
-    "reconstruct": "pyprune.run.recover:reconstruct_checkpoint",
+    "prune": "pyprune.run.prune:prune_checkpoint",
+    "prune_": "pyprune.run.prune:prune_model_",
+    "reconstruct": "pyprune.run.reconstruct:reconstruct_checkpoint",
     "recover": "pyprune.run.recover:recover_checkpoint",
     "recover_": "pyprune.train.recover:recover",
     "save_checkpoint": "pyprune.checkpoint.save:save_checkpoint",
@@ -71,20 +71,22 @@ if TYPE_CHECKING:
     from pyprune.quality.measure import evaluate as evaluate
     from pyprune.quality.perplexity import evaluate_perplexity as evaluate_perplexity
     from pyprune.quality.tasks import evaluate_tasks as evaluate_tasks
-    from pyprune.run.prune import make_plan as make_plan
-    from pyprune.run.prune import prune as prune
-    from pyprune.run.prune import prune_ as prune_
+    from pyprune.run.prune import plan_model, prune_checkpoint, prune_model_
     from pyprune.run.recipe import build_config as build_config
     from pyprune.run.recipe import build_reconstruction as build_reconstruction
     from pyprune.run.recipe import build_recovery as build_recovery
-    from pyprune.run.recover import reconstruct_checkpoint, recover_checkpoint
-    from pyprune.run.stages import PruneResult as PruneResult
+    from pyprune.run.reconstruct import reconstruct_checkpoint
+    from pyprune.run.recover import recover_checkpoint
+    from pyprune.run.result import PruneResult as PruneResult
     from pyprune.serving.export import export as export
     from pyprune.serving.gguf.write import export_gguf as export_gguf
     from pyprune.serving.speed.measure import measure
     from pyprune.train.recover import recover as recover_in_memory
 
     bench = measure
+    make_plan = plan_model
+    prune = prune_checkpoint
+    prune_ = prune_model_
     reconstruct = reconstruct_checkpoint
     recover = recover_checkpoint
     recover_ = recover_in_memory

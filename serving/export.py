@@ -20,6 +20,7 @@ from pyprune.serving.widths import layer_widths
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.plan import PrunePlan
 
 ExportTarget = Literal["auto", "stock", "pruned"]
@@ -87,6 +88,7 @@ def export(
         OutputError: the folder exists, or it cannot be written.
         MissingDependencyError: ``quantise`` without the package compressed-tensors.
     """
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.save import save_checkpoint
     from pyprune.families import count_parameters
     from pyprune.runtime.device import DTYPES
@@ -103,7 +105,7 @@ def export(
     with claimed(out):
         facts = dict(provenance or {})
         if isinstance(source, str | Path):
-            model, tokenizer, plan, facts = _load(source, facts, gguf_file, quantise or dtype)
+            model, tokenizer, plan, facts = _load(ModelSource.of(source, gguf_file=gguf_file), facts, quantise or dtype)
         else:
             model = source
         reasons = stock_reasons(model.config, plan)
@@ -150,30 +152,27 @@ def _not_stock(config: Any, reasons: Sequence[str]) -> str:
 
 
 def _load(
-    source: str | Path, facts: dict[str, Any], gguf_file: str | None, wanted: str | None
+    source: ModelSource, facts: dict[str, Any], wanted: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
-    """Load a folder or hub id in its own dtype, together with what its pruning.json says of weights of ``wanted``.
+    """Load a model in its own dtype, with the plan and the facts for the record of weights of ``wanted``.
 
     Args:
-        source: folder or hub id.
+        source: of the model.
         facts: for the record, added to those of the source.
-        gguf_file: name of a GGUF file inside it.
         wanted: dtype or quantisation of the weights that will be written; None = the source's.
     """
-    from pyprune.checkpoint.load import load_model, stored_dtype
-    from pyprune.checkpoint.record import read_record, take_measured
+    from pyprune.checkpoint.record import take_measured
 
-    dtype = (stored_dtype(source) if gguf_file is None else None) or "float32"
-    model, tokenizer = load_model(source, dtype=dtype, gguf_file=gguf_file)
-    record = read_record(source)
-    if record is None:
-        return model, tokenizer, None, {"source": str(source), **facts}
-    known = dict(record.provenance)
+    dtype = source.dtype or "float32"
+    model, tokenizer = source.load(dtype=dtype)
+    if source.record is None:
+        return model, tokenizer, None, {"source": source.name, **facts}
+    known = dict(source.record.provenance)
     if wanted not in (None, dtype):
         # Rounded weights have another perplexity and speed.
         earlier = take_measured(known)
         known |= {"measured_before": earlier} if earlier else {}
-    return model, tokenizer, record.plan, {**known, **facts}
+    return model, tokenizer, source.record.plan, {**known, **facts}
 
 
 def is_pruned(config: Any) -> bool:

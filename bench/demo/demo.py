@@ -220,7 +220,7 @@ class Demo:
         Args:
             layers: what a former run chose; empty = choose now.
         """
-        from pyprune.run.prune import make_plan
+        from pyprune import make_plan
 
         beginnings = self.samples.ids[:, : self.settings.gate_sequence_length]
         return make_plan(self.model, beginnings, choice(self.settings, layers))
@@ -228,11 +228,12 @@ class Demo:
     def run_arm(self, arm: Arm) -> tuple[PreTrainedModel, dict[str, Outcome]]:
         """Train and cut a copy of the dense model as `prune_` does; measure it, also before the last training."""
         from pyprune.methods.registry import complete_config
-        from pyprune.run.stages import StageRun, StageText
+        from pyprune.run.stages import Stages
+        from pyprune.run.text import RunText
 
         model = copy.deepcopy(self.model)
-        text = {"regularise": self.samples, "cut": self.calibration, "recover": self.samples}
-        run = StageRun(model, StageText.of(text), complete_config(arm.config), teacher=self.teacher)
+        text = {"data": self.samples, "cut.data": self.calibration, "recovery_data": self.samples}
+        run = Stages(model, RunText.of(text), complete_config(arm.config), teacher=self.teacher)
         found: dict[str, Outcome] = {}
         seconds = 0.0
 

@@ -288,11 +288,10 @@ class Bench:
             DataError: a test text holds training text.
         """
         from pyprune.checkpoint.trained_on import refuse_training_text, training_marks
-        from pyprune.run.prune import draw_samples
-        from pyprune.run.stages import shapes_the_result, wanted_text
+        from pyprune.run.text import draw_samples, shapes_the_result, text_configs
 
         model, tokenizer = self._load()
-        key = json.dumps({name: data.to_dict() for name, data in wanted_text(config).items()}, sort_keys=True)
+        key = json.dumps({name: data.to_dict() for name, data in text_configs(config).items()}, sort_keys=True)
         if self.drawn[0] != key:
             self.drawn = key, draw_samples(model, tokenizer, config)
         data = self.drawn[1]
@@ -309,7 +308,7 @@ def _prune(
     plan: Json | None,
     dense: Callable[[], PreTrainedModel],
 ) -> PruneResult:
-    from pyprune.run.prune import prune_
+    from pyprune import prune_
 
     teacher = dense if config.recover.distill else None
     if plan is None:

@@ -232,7 +232,7 @@ class Bench:
         return PrunePlan.from_dict(self.records.of("plan")[key]["plan"])
 
     def _decide(self, case: Case) -> PrunePlan:
-        from pyprune.run.prune import make_plan
+        from pyprune import make_plan
         from pyprune.run.recipe import build_config
 
         if case.method == "elder":
@@ -246,7 +246,7 @@ class Bench:
         return self._by_score(case)
 
     def _by_score(self, case: Case) -> PrunePlan:
-        from pyprune.run.prune import make_plan
+        from pyprune import make_plan
         from pyprune.run.recipe import build_config
 
         share = next(int(part) for part in case.name.split("-") if part.isdigit()) / 100

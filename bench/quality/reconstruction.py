@@ -136,9 +136,9 @@ class Bench:
         return self._fewer_channels()
 
     def _fewer_channels(self) -> PrunePlan:
+        from pyprune import make_plan
         from pyprune.config.data import DataConfig
         from pyprune.data.sampling import sample_sequences
-        from pyprune.run.prune import make_plan
         from pyprune.run.recipe import build_config
 
         options = {

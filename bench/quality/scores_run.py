@@ -116,7 +116,7 @@ class Bench:
         return record
 
     def _pruned(self, case: Case) -> Json:
-        from pyprune.run.prune import prune
+        from pyprune import prune
 
         config = self.setting.with_paths(case.config)
         started = time.monotonic()
@@ -186,9 +186,9 @@ class Bench:
 
     def _measure(self, folder: Path) -> Json:
         """Perplexities of a written checkpoint, and the seconds they took."""
-        from pyprune.checkpoint.load import load_model
+        from pyprune.checkpoint.load import ModelSource, load_model
         from pyprune.checkpoint.tokenizer import no_tokenizer
-        from pyprune.checkpoint.trained_on import assert_not_trained_on
+        from pyprune.checkpoint.trained_on import refuse_training_text
         from pyprune.quality.perplexity import evaluate_perplexity, evaluation_text
 
         model, tokenizer = load_model(folder, dtype=self.setting.dtype, device="auto")
@@ -199,7 +199,7 @@ class Bench:
         started = time.monotonic()
         found: Json = {}
         for name, text in self.loaded.items():
-            assert_not_trained_on(folder, text.passage_ids, text.source)
+            refuse_training_text(ModelSource.of(folder).marks, text.passage_ids(), text.source, str(folder))
             found[name] = {
                 protocol: evaluate_perplexity(
                     model, tokenizer, text, protocol, max_tokens=self.setting.max_tokens

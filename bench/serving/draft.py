@@ -91,7 +91,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, records: RecordFile) -> None:
         from bench._texts import load_dense, write_demo_mixture
-        from pyprune.checkpoint.load import weights_version
+        from pyprune.checkpoint.load import ModelSource
         from pyprune.checkpoint.save import save_checkpoint
         from pyprune.families import family_for
 
@@ -102,7 +102,7 @@ class Bench:
         self.dense = Path(options.model) if options.model else options.cache / "dense"
         if not self.dense.exists():
             save_checkpoint(model, self.tokenizer, self.dense, plan=None, provenance={"source": self.name})
-        self.weights = weights_version(self.dense)
+        self.weights = ModelSource.of(self.dense).version
         self.plan = family_for(model).plan(model.config)
         self.environment = serving_environment()
         most = len(self.plan.layers)
@@ -140,7 +140,7 @@ class Bench:
 
     def _draft(self, layers: int) -> Path:
         """The checkpoint of a draft, trained unless it is in the cache."""
-        from pyprune.run.prune import prune
+        from pyprune import prune
         from pyprune.run.resume import interrupted_run
 
         made = self._made(layers)

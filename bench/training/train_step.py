@@ -71,7 +71,7 @@ from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.run.memory import Source, memory_of, memory_table
+from pyprune.run.memory import TrainedModels, memory_of, memory_table
 from pyprune.run.recipe import build_config
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
@@ -445,7 +445,7 @@ def prediction_target(records: Sequence[dict[str, Any]]) -> Target:
     return worst("a peak's distance from its prediction, as a share of it", 0.1, distances, at_least=False)
 
 
-class _Llama(Source):
+class _Llama(TrainedModels):
     """LLaMA-2 by its size; there are no weights to read."""
 
     def shapes(self, dtype: str) -> PreTrainedModel:

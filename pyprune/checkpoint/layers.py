@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -13,46 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from pyprune.checkpoint.record import has_record
-from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
-from pyprune.errors import CheckpointError
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.families import Family
 from pyprune.probe.streams import LayerRunner
-from pyprune.runtime.device import DTYPES, resolve_device
 
 STREAM_BYTES = 1 << 30
 """What the streams of batches that branch hold together, if one batch and one branch of it hold no more."""
-
-
-def why_loaded_whole(model_id: str | Path, **reading: Any) -> str:
-    """Why the layers of a model cannot be read one at a time, as part of a sentence; empty where they can.
-
-    Args:
-        model_id: folder or hub id.
-        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in
-            :func:`pyprune.checkpoint.stored.why_not_stored`.
-
-    Raises:
-        CheckpointError: the repository cannot be read.
-    """
-    if has_record(model_id):
-        return f"{model_id} has a record, with whose checksums it is compared when it is loaded"
-    return why_not_stored(model_id, **reading)
-
-
-def stored_layers(model_id: str | Path, *, dtype: str, device: str, **reading: Any) -> StoredLayers:
-    """The layers of a model of which :func:`why_loaded_whole` says nothing; arguments and errors as there.
-
-    Args:
-        model_id: folder or hub id.
-        dtype: of the layers, a name of :data:`pyprune.runtime.device.DTYPES`.
-        device: of the layers.
-        reading: see above.
-    """
-    folder = folder_with_safetensors(model_id, reading.get("revision"))
-    if folder is None:
-        raise CheckpointError(f"{model_id} has no safetensors, from which layers could be read one at a time.")
-    return StoredLayers(StoredModel(folder, dtype=DTYPES[dtype], device=resolve_device(device)))
 
 
 class Tensors(Protocol):

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
+from pyprune.checkpoint.configuration import read_dense_config
 from pyprune.checkpoint.damage import actionable
-from pyprune.checkpoint.load import read_dense_config
 from pyprune.checkpoint.shards import (
     INDEX,
     SINGLE,
@@ -67,31 +67,6 @@ def folder_with_safetensors(model_id: str | Path, revision: str | None = None) -
                 return None
             get_checkpoint_shard_files(source, index, revision=revision)
     return Path(str(config)).parent
-
-
-def why_not_stored(
-    model_id: str | Path,
-    *,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> str:
-    """Why the tensors of a model cannot be read one at a time, as part of a sentence; empty where they can.
-
-    Args:
-        model_id: folder or hub id.
-        gguf_file: a GGUF file inside it.
-        revision: hub revision.
-        trust_remote_code: whether the repository's own code may run.
-
-    Raises:
-        CheckpointError: the repository cannot be read.
-    """
-    if gguf_file is not None:
-        return "GGUF weights are dequantised when they are loaded"
-    if trust_remote_code:
-        return "the model may run code of its own (--trust-remote-code)"
-    return "" if folder_with_safetensors(model_id, revision) else f"{model_id} has no safetensors"
 
 
 class StoredModel:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 
 import numpy as np
 from torch import Tensor
 
 from pyprune.checkpoint.manifest import RECORD_NAME
-from pyprune.checkpoint.record import read_record
 from pyprune.data.overlap import BOILERPLATE, SHINGLE, Hashes, shingle_hashes
 from pyprune.data.sampling import TokenSamples
 from pyprune.errors import CheckpointError, DataError
@@ -93,31 +91,11 @@ def marked_passages(marks: str, tokens: Tensor) -> int:
     return int(np.isin(known, shingle_hashes(ids, SHINGLE)).sum())
 
 
-def assert_not_trained_on(
-    model: str | Path, passages: Callable[[], Tensor], source: str, *, revision: str | None = None
-) -> None:
+def refuse_training_text(marks: str, passages: Tensor, source: str, model: str) -> None:
     """Refuse a test text that a checkpoint was trained on, and warn of one that shares a few passages with it.
 
     A few are those that files of many kinds share, such as the header of a licence: at most :data:`BOILERPLATE`
     passages, and less than a tenth of the text.
-
-    Args:
-        model: folder or hub id; without a record there is nothing to check.
-        passages: gives the test text as training reads it, int64 [N]; asked where there is something to compare.
-        source: its name.
-        revision: hub revision.
-
-    Raises:
-        DataError: how many passages of the text were training text.
-    """
-    record = read_record(model, revision=revision)
-    marks = record.provenance.get("training_marks") if record is not None else None
-    if marks:
-        refuse_training_text(str(marks), passages(), source, str(model))
-
-
-def refuse_training_text(marks: str, passages: Tensor, source: str, model: str) -> None:
-    """The same of marks that are at hand.
 
     Args:
         marks: of :func:`training_marks`.

@@ -95,6 +95,7 @@ def evaluate(
         refuse_unread("--ppl", {"--protocol": protocol != PROTOCOL, **given})
     refuse_split(split, ppl or ())
     say_what_is_loaded(model)
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.quality.measure import evaluate as measure
     from pyprune.runtime.report import Table
@@ -102,7 +103,7 @@ def evaluate(
     if annotate:
         check_annotatable(model)
     found = measure(
-        model,
+        ModelSource(model, gguf_file, revision, trust_remote_code),
         ppl=ppl or (),
         protocol=protocol,
         max_tokens=max_tokens,
@@ -114,9 +115,6 @@ def evaluate(
         bos=bos,
         dtype=dtype,
         device=device,
-        gguf_file=gguf_file,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
     )
     measured, scores = found.perplexity, found.tasks
     of_all: dict[str, str | int | None] = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision, "bos": bos}

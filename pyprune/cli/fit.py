@@ -28,6 +28,7 @@ from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import say
 
 if TYPE_CHECKING:
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.fit.limits import Budget
     from pyprune.fit.options import FitOptions
     from pyprune.fit.profile import Profile
@@ -125,6 +126,7 @@ def fit(
     Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
     """
     say_what_is_loaded(model)
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.data.sources import check_sources
     from pyprune.fit.fit import cache_of, check_cache, check_devices, check_export, check_outputs
     from pyprune.fit.limits import Budget
@@ -139,7 +141,7 @@ def fit(
     _refuse_untimed(set_ or (), budgets, timed=not no_timing, sweep=sweep)
     if not (profile or sweep or budgets[0].timed):
         refuse_idle({"--allow-mismatch": allow_mismatch}, "here: no profile is read. Leave it out.")
-    source: dict[str, Any] = {"gguf_file": gguf_file, "revision": revision, "trust_remote_code": trust_remote_code}
+    source = ModelSource(model, gguf_file, revision, trust_remote_code)
     engine, weights = _target(engine, weights, named=profile is not None)
     # What cannot be written or read is refused before a profile is measured, which takes long.
     check_sources(options.data.sources)
@@ -156,7 +158,7 @@ def fit(
         check_outputs(out, model, options, resume=resume, overwrite=overwrite)
         if weights is not None:
             check_export(out, weights, overwrite=overwrite)
-    wanted = _profile(model, budgets, profile, engine, weights, options, sweep=sweep, allow=allow_mismatch, **source)
+    wanted = _profile(source, budgets, profile, engine, weights, options, sweep=sweep, allow=allow_mismatch)
     shared: dict[str, Any] = {
         "options": options,
         "weights": weights or (wanted.dtype if wanted else DEFAULT_WEIGHTS),
@@ -165,17 +167,16 @@ def fit(
         "cache": cache,
         "timed": not no_timing,
         "overwrite": overwrite,
-        **source,
     }
     # What widths run well is learnt from a profile: the same command with counted limits alone would take no profile.
     again = f"--cache {shared['cache'] or cache_of(out)}"
     if wanted is not None and profile is None:
         again += f" --profile {wanted.name}"
     if sweep:
-        _sweep(model, budgets, out, shared, json_file, again)
+        _sweep(source, budgets, out, shared, json_file, again)
     else:
         shared |= {"engine": engine, "resume": resume, "recover": not no_recover}
-        _fit(model, budgets[0], out, shared, json_file, again)
+        _fit(source, budgets[0], out, shared, json_file, again)
 
 
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:
@@ -238,7 +239,7 @@ def _engines_of(weights: str) -> tuple[str, ...]:
 
 
 def _profile(
-    model: str,
+    source: ModelSource,
     budgets: list[Budget],
     named: str | None,
     engine: str,
@@ -247,7 +248,6 @@ def _profile(
     *,
     sweep: bool,
     allow: bool,
-    **source: Any,
 ) -> Profile | None:
     """The profile that was named; else this model's own, where times are limited, or a sweep can tell them.
 
@@ -278,18 +278,20 @@ def _profile(
     if not quantities and not sweep:
         return None
     if not quantities:
-        return stored_profile(model, engine=engine, dtype=weights or DEFAULT_WEIGHTS, allow=allow, **source)
+        return stored_profile(source, engine=engine, dtype=weights or DEFAULT_WEIGHTS, allow=allow)
     before = partial(check_counted, budgets=budgets, options=options)
-    return profile_of(model, engine=engine, dtype=weights, quantities=quantities, allow=allow, before=before, **source)
+    return profile_of(source, engine=engine, dtype=weights, quantities=quantities, allow=allow, before=before)
 
 
-def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, again: str) -> None:
+def _fit(
+    source: ModelSource, budget: Budget, out: Path, shared: dict[str, Any], json_file: str | None, again: str
+) -> None:
     from pyprune.fit.fit import fit as find
     from pyprune.fit.fit import report_of
     from pyprune.fit.report import attempts_table, limits_table
     from pyprune.serving.speed.table import conditions, speed_table
 
-    found = find(model, budget, out=out, **shared)
+    found = find(source, budget, out=out, **shared)
     tables: list[Any] = [attempts_table(found), limits_table(found)]
     if found.speed is not None:
         tables += [speed_table(found.speed), conditions(found.speed)]
@@ -304,12 +306,12 @@ def _fit(model: str, budget: Budget, out: Path, shared: dict[str, Any], json_fil
 
 
 def _sweep(
-    model: str, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None, again: str
+    source: ModelSource, budgets: list[Budget], out: Path, shared: dict[str, Any], json_file: str | None, again: str
 ) -> None:
     from pyprune.fit.fit import sweep as find
     from pyprune.fit.report import sweep_table
 
-    points = find(model, budgets, out=out, **shared)
+    points = find(source, budgets, out=out, **shared)
     found = {point.budget for point in points}
     data = {"points": [point.to_dict() for point in points], "nothing": [str(b) for b in budgets if b not in found]}
     each = "that something keeps" if data["nothing"] else "of the sweep"

@@ -62,7 +62,7 @@ def _as_loaded(checkpoint: Checkpoint) -> Checkpoint:
     """With the sizes and parameters of the model that is made of it: files may hold more (a head that is tied, buffers
     of early releases), and config.json may leave sizes to its class. Of what pyprune does not load, as the files say.
     """
-    from pyprune.checkpoint.load import read_dense_config
+    from pyprune.checkpoint.configuration import read_dense_config
     from pyprune.errors import CheckpointError, UnsupportedModelError
 
     if "quantization_config" in checkpoint.config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,7 @@ from pyprune.runtime.progress import say, warn
 
 if TYPE_CHECKING:
     from pyprune.config.run import PruneConfig
-    from pyprune.run.stages import PruneResult
+    from pyprune.run.result import PruneResult
     from pyprune.runtime.report import Cell
 
 REMOVES = {
@@ -178,24 +178,20 @@ def prune(
     )
     say_what_is_loaded(model)
     _warn_of_unread_text(options, calibration, samples, sequence_length)
-    from pyprune.run import prune as pipeline
+    from pyprune.checkpoint.load import ModelSource
+    from pyprune.run.prune import plan_checkpoint, prune_checkpoint
 
-    source: dict[str, Any] = {
-        "placement": placement,
-        "gguf_file": gguf_file,
-        "revision": revision,
-        "trust_remote_code": trust_remote_code,
-    }
+    source = ModelSource(model, gguf_file, revision, trust_remote_code)
     if dry_run:
-        found = pipeline.decision_for(model, options, **source)
-        say(found.plan.summary(), "bold")
-        for warning in found.warnings:
+        decision = plan_checkpoint(source, options, placement=placement)
+        say(decision.plan.summary(), "bold")
+        for warning in decision.warnings:
             warn(warning)
-        for note in found.notes:
+        for note in decision.notes:
             say(f"Note: {note}", "dim")
-        print(found.plan.to_json())
+        print(decision.plan.to_json())
     elif out is not None:
-        result = pipeline.prune(model, options, out=out, resume=resume, overwrite=overwrite, **source)
+        result = prune_checkpoint(source, options, out=out, resume=resume, overwrite=overwrite, placement=placement)
         _print_pruned(result)
         if result.compact is not None:
             warn_of_slow_checkpoint(out, config=options)
@@ -204,14 +200,11 @@ def prune(
 def _warn_of_unread_text(
     config: PruneConfig, calibration: str | None, samples: int | None, sequence_length: int | None
 ) -> None:
-    """Say which options of the text no text has that this run reads.
+    """Warn of text options that this run does not read; a script may give every method the same options."""
+    from pyprune.run.text import text_configs
 
-    A warning, not a refusal: a script may give every method the same options.
-    """
-    from pyprune.run.stages import wanted_text
-
-    read = wanted_text(config)
-    if "regularise" in read:
+    read = text_configs(config)
+    if "data" in read:
         return
     given: dict[str, tuple[object, Sequence[object]]] = {
         "--calibration": (calibration, [data.source for data in read.values()]),
@@ -220,7 +213,11 @@ def _warn_of_unread_text(
     }
     idle = [name for name, (value, used) in given.items() if value is not None and value not in used]
     if idle:
-        why = "the plan says what goes" if config.plan is not None else f"method {config.method!r} decides without text"
+        why = (
+            "the plan decides what is removed"
+            if config.plan is not None
+            else f"method {config.method!r} decides without text"
+        )
         rest = f"the text of {' and '.join(read)} is another one" if read else "nothing else of this run reads text"
         warn(f"{', '.join(idle)} would do nothing: {why}, and {rest}.")
 

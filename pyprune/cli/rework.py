@@ -1,9 +1,9 @@
-"""recover and reconstruct: what is done to a checkpoint that is cut already."""
+"""recover and reconstruct: a second run on a pruned checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -107,18 +107,16 @@ def recover(
         settings=set_ or (),
     )
     say_what_is_loaded(pruned)
-    from pyprune.run.recover import ADAPTER, check_recovery, recover_checkpoint
+    from pyprune.checkpoint.load import ModelSource
+    from pyprune.run.recover import check_recovery, recover_checkpoint, teacher_source
+    from pyprune.run.rework import ADAPTER
 
-    source: dict[str, Any] = {
-        "teacher": teacher,
-        "teacher_gguf_file": teacher_gguf_file,
-        "teacher_revision": teacher_revision,
-        "trust_remote_code": trust_remote_code,
-    }
+    source = ModelSource(pruned, trust_remote_code=trust_remote_code)
+    dense = teacher_source(teacher, teacher_gguf_file, teacher_revision, trust_remote_code)
     if dry_run or out is None:
-        check_recovery(pruned, options, **source)
+        check_recovery(source, options, teacher=dense)
         return
-    report = recover_checkpoint(pruned, options, out=out, resume=resume, overwrite=overwrite, **source)
+    report = recover_checkpoint(source, options, out=out, teacher=dense, resume=resume, overwrite=overwrite)
     _print_recovered(report, out)
     if options.keep_adapter:
         print(f"The adapters alone are in {out / ADAPTER}; they belong on {pruned}, which is as it was.")
@@ -193,18 +191,12 @@ def reconstruct(
         settings=set_ or (),
     )
     say_what_is_loaded(pruned)
-    from pyprune.run.recover import reconstruct_checkpoint
+    from pyprune.checkpoint.load import ModelSource
+    from pyprune.run.reconstruct import reconstruct_checkpoint
 
-    report = reconstruct_checkpoint(
-        pruned,
-        options,
-        dense=dense,
-        out=out,
-        dense_gguf_file=dense_gguf_file,
-        dense_revision=dense_revision,
-        trust_remote_code=trust_remote_code,
-        overwrite=overwrite,
-    )
+    source = ModelSource(pruned, trust_remote_code=trust_remote_code)
+    reference = ModelSource(dense, dense_gguf_file, dense_revision, trust_remote_code)
+    report = reconstruct_checkpoint(source, options, dense=reference, out=out, overwrite=overwrite)
     _print_reconstructed(report, out)
 
 

@@ -129,7 +129,7 @@ def robustness(
         return
     if model is None:
         raise typer.BadParameter("give a model, or --check-theorem", param_hint="MODEL")
-    from pyprune.checkpoint.load import load_model
+    from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.tokenizer import no_tokenizer
     from pyprune.config.data import DataConfig
     from pyprune.data.sources import evaluation_split, look_up, look_up_samples
@@ -156,9 +156,8 @@ def robustness(
         raise OutputError(f"--json is {json_file}, where the tables are written; name another file.")
     look_up((text, evaluation_split(text)) for text in config.texts)
     look_up_samples([DataConfig(calibration)] if calibration else [])
-    loaded, tokenizer = load_model(
-        model, device=device, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
-    )
+    source = ModelSource(model, gguf_file, revision, trust_remote_code)
+    loaded, tokenizer = source.load(device=device)
     if tokenizer is None:
         raise no_tokenizer(model)
     result = check_robustness(loaded, tokenizer, config, out=out)

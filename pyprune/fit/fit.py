@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
+from pyprune.checkpoint.load import ModelSource, Reading
 from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
@@ -37,10 +38,10 @@ from pyprune.fit.search import Fitted, Fitting
 from pyprune.fit.sizes import FITTED_RULES, MULTIPLES, SizeRules
 from pyprune.fit.solve import check_feasible
 from pyprune.fit.time_winner import WINNER
-from pyprune.run.memory import Source, within_memory
-from pyprune.run.prune import prune
+from pyprune.run.memory import TrainedModels, within_memory
+from pyprune.run.prune import prune_checkpoint
 from pyprune.run.resume import arithmetic_of, kept_of_a_run, refuse_kept
-from pyprune.run.stages import draw_samples
+from pyprune.run.text import draw_samples
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
@@ -59,7 +60,7 @@ ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
 
 
 def fit(
-    model_id: str | Path,
+    model: str | Path | ModelSource,
     budget: Budget | str | Sequence[str],
     *,
     out: str | Path,
@@ -73,12 +74,12 @@ def fit(
     engine: str = "auto",
     resume: bool = False,
     overwrite: bool = False,
-    **reading: Any,
+    **reading: Unpack[Reading],
 ) -> Fitted:
     """Find the best model that keeps a budget, and write it as a checkpoint folder, with a report beside it.
 
     Args:
-        model_id: folder or hub id of a dense model.
+        model: folder or hub id of a dense model.
         budget: such as "memory=120MB, prefill@2048<=900ms" (:mod:`pyprune.fit.limits`).
         out: the folder to create.
         options: of the search.
@@ -92,7 +93,7 @@ def fit(
         engine: what runs that where there is no profile: auto, vllm, transformers or llamacpp.
         resume: continue the training of the winner where an interrupted call to the same ``out`` left it.
         overwrite: replace an existing ``out``.
-        reading: gguf_file, revision, trust_remote_code.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
     Raises:
         BudgetError: the budget cannot be read or kept, or needs a profile.
@@ -101,14 +102,15 @@ def fit(
     """
     wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
     place = Path(out)
-    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
+    source = ModelSource.of(model, **reading)
+    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch}
     # What cannot be written or trained is refused before the search, which takes hours.
-    check_outputs(place, model_id, options, resume=resume, overwrite=overwrite)
+    check_outputs(place, source.name, options, resume=resume, overwrite=overwrite)
     check_export(place, weights, overwrite=overwrite)
     kept = kept_of_a_run(place)
     if recover:
-        _check_training(Source(model_id, reading), options, weights, place)
-    fitting = _opened(model_id, [wanted], place, options, profile, cache, engine, timed=timed, **settings)
+        _check_training(source, options, weights, place)
+    fitting = _opened(source, [wanted], place, options, profile, cache, engine, timed=timed, **settings)
     if enough := fitting.dense_keeps(wanted):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
@@ -121,27 +123,27 @@ def fit(
     with arithmetic_of(place, resume=resume):  # in another one another candidate might win
         found = fitting.fit(wanted, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
-    found = write_winner(fitting, found, place, **writing, **reading)
+    found = write_winner(fitting, found, place, **writing)
     conditions = _conditions(options, fitting, profile)
     if timed:  # which can be interrupted, or take the process with it: what is known by now is kept first
         unfinished = replace(found, not_run="The run ended before it was timed.")
-        _write_report(place, unfinished, str(model_id), conditions, overwrite=overwrite)
-        found = fitting.run_winner(found, found.exported or place, engine, **reading)
+        _write_report(place, unfinished, source.name, conditions, overwrite=overwrite)
+        found = fitting.run_winner(found, found.exported or place, engine)
     if found.speed is not None:  # of what was run: a GGUF file has no record of its own
         ran = found.exported if found.exported is not None and found.exported.is_dir() else place
         annotate_checkpoint(ran, speed=speed_facts(found.speed, WINNER))
-    _write_report(place, found, str(model_id), conditions, overwrite=timed or overwrite)
+    _write_report(place, found, source.name, conditions, overwrite=timed or overwrite)
     return found
 
 
-def _check_training(source: Source, options: FitOptions, weights: str, out: Path) -> None:
+def _check_training(source: ModelSource, options: FitOptions, weights: str, out: Path) -> None:
     """Refuse a training of the winner that the device cannot hold; its options are those of another command."""
     try:
-        within_memory(source, winner_config(options, "", recover=True, weights=weights))
+        within_memory(TrainedModels(source), winner_config(options, "", recover=True, weights=weights))
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nThese are options of pyprune recover: write the winner without training (--no-recover), then "
-            f"pyprune recover {out} --teacher {source.model} --set OPTION=VALUE --out DIR, and pyprune export of that."
+            f"pyprune recover {out} --teacher {source.name} --set OPTION=VALUE --out DIR, and pyprune export of that."
         ) from None
 
 
@@ -183,7 +185,7 @@ def check_outputs(
 
 
 def sweep(
-    model_id: str | Path,
+    model: str | Path | ModelSource,
     budgets: Sequence[Budget | str],
     *,
     out: str | Path,
@@ -194,12 +196,12 @@ def sweep(
     cache: str | Path | None = None,
     timed: bool = True,
     overwrite: bool = False,
-    **reading: Any,
+    **reading: Unpack[Reading],
 ) -> tuple[Fitted, ...]:
     """Find the best model for each of several budgets with one scoring, and write the plans and a report.
 
     Args:
-        model_id: folder or hub id of a dense model.
+        model: folder or hub id of a dense model.
         budgets: each with one limit or more.
         out: the folder to create: plan-1.json and so on in the order of the budgets, report.md and report.html. A
             budget that nothing keeps when it is timed has no plan, and the report says why.
@@ -210,7 +212,7 @@ def sweep(
         cache: see :func:`fit`.
         timed: run the winners whose times are limited.
         overwrite: replace an existing ``out``.
-        reading: gguf_file, revision, trust_remote_code.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
     Raises:
         BudgetError: a budget that cannot be read, or that nothing keeps by what is predicted (before anything is
@@ -222,10 +224,11 @@ def sweep(
     if not wanted:
         raise BudgetError("A sweep needs at least one budget, such as parameters=100M.")
     place = Path(out)
-    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch, **reading}
-    check_output(place, overwrite=overwrite, reads=[model_id, *options.data.sources])
+    source = ModelSource.of(model, **reading)
+    settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch}
+    check_output(place, overwrite=overwrite, reads=[source.name, *options.data.sources])
     check_charts()
-    fitting = _opened(model_id, wanted, place, options, profile, cache, timed=timed, **settings)
+    fitting = _opened(source, wanted, place, options, profile, cache, timed=timed, **settings)
     for enough in filter(None, map(fitting.dense_keeps, wanted)):
         warn(enough)
     limited = [quantity for budget in wanted for quantity in budget.quantities]
@@ -239,7 +242,7 @@ def sweep(
         for number, budget in enumerate(wanted, start=1):
             if budget in plans:
                 write_text(work / f"plan-{number}.json", plans[budget].to_json())
-        write_report(sweep_report(points, str(model_id), conditions), work)
+        write_report(sweep_report(points, source.name, conditions), work)
         write_report_manifest(work, {"conditions": conditions, "points": [point.to_dict() for point in points]})
     return points
 
@@ -318,7 +321,7 @@ def check_cache(cache: str | Path | None, out: str | Path) -> None:
 
 
 def _opened(
-    model_id: str | Path,
+    source: ModelSource,
     budgets: Sequence[Budget],
     out: Path,
     options: FitOptions,
@@ -339,7 +342,7 @@ def _opened(
         check_needs_profile(budget, profile)
         check_same_format(budget, profile, settings["weights"], allow=settings["allow_mismatch"])
     kept = Path(cache) if cache is not None else cache_of(out)
-    fitting = Fitting.of(model_id, cache=kept, options=options, profile=profile, **settings)
+    fitting = Fitting.of(source, cache=kept, options=options, profile=profile, **settings)
     for budget in budgets:
         fitting.check(budget)
     return fitting
@@ -378,7 +381,6 @@ def write_winner(
     recover: bool,
     resume: bool = False,
     overwrite: bool = False,
-    **reading: Any,
 ) -> Fitted:
     """Cut the winner once more, reconstruct it, train it, write it and export it; the search's model is released.
 
@@ -389,7 +391,7 @@ def write_winner(
     write_text(plan, found.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
     fitting.release()  # the run loads a model of its own
-    result = prune(fitting.model_id, config, out=out, resume=resume, overwrite=overwrite, **reading)
+    result = prune_checkpoint(fitting.source, config, out=out, resume=resume, overwrite=overwrite)
     warn_of_other_exports(out, fitting.weights)
     exported = _export(out, fitting.weights, overwrite=overwrite)
     found = _weighed(fitting, found, stored_bytes(exported or out))

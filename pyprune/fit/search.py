@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.load import load_model, weights_version
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.tokenizer import no_tokenizer
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import look_up_samples
@@ -40,7 +40,7 @@ from pyprune.fit.time_winner import time_plans, time_winner
 from pyprune.fit.trials import measure_losses, score_units
 from pyprune.fit.values import search_of
 from pyprune.plan import PrunePlan
-from pyprune.run.stages import PruneResult
+from pyprune.run.result import PruneResult
 from pyprune.runtime.device import empty_cache, parked
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
@@ -120,49 +120,45 @@ class Fitting:
     """A dense model and everything that is measured of it once, whatever the budgets are.
 
     Attributes:
-        model_id: folder or hub id.
+        source: of the dense model.
         model: dense, loaded; comes back as it was, until :meth:`release`.
         tokenizer: of the model.
         options: of the search.
         weights: format that memory is counted in, and that engines run: a dtype, or a quantised or GGUF format.
         profile: of this machine; None = no limit on times can be kept.
         cache: folder for what is measured.
-        version: what tells the weights from others.
         continued: an interrupted search goes on: what it timed is not timed again, or another candidate might win.
     """
 
-    model_id: str
+    source: ModelSource
     model: PreTrainedModel
     tokenizer: Any
     options: FitOptions
     weights: str
     profile: Profile | None
     cache: Path
-    version: str
     continued: bool = False
 
     @classmethod
     def of(
         cls,
-        model_id: str | Path,
+        model: str | Path | ModelSource,
         *,
         cache: Path,
         options: FitOptions = FitOptions(),  # noqa: B008 - frozen
         weights: str = "bfloat16",
         profile: Profile | None = None,
         allow_mismatch: bool = False,
-        **reading: Any,
     ) -> Fitting:
         """Load the model.
 
         Args:
-            model_id: folder or hub id of a dense model.
+            model: folder or hub id of a dense model.
             cache: folder for what is measured; made when needed.
             options: of the search.
             weights: a name in :data:`pyprune.fit.formats.WEIGHT_FORMATS`.
             profile: see :class:`Fitting`; it must be of this model's sizes.
             allow_mismatch: use it in spite of other conditions, with a warning.
-            reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
         Raises:
             ConfigError: invalid options.
@@ -173,11 +169,12 @@ class Fitting:
         """
         options.validate()
         look_up_samples([options.data])
-        version = weights_version(model_id, **reading)
-        model, tokenizer = load_model(model_id, dtype=options.dtype, device=options.device, **reading)
+        source = ModelSource.of(model)
+        _ = source.version  # of the files that are about to be loaded
+        loaded, tokenizer = source.load(dtype=options.dtype, device=options.device)
         if tokenizer is None:
-            raise no_tokenizer(model_id)
-        found = cls(str(model_id), model, tokenizer, options, weights, profile, cache, version)
+            raise no_tokenizer(source.name)
+        found = cls(source, loaded, tokenizer, options, weights, profile, cache)
         if profile is not None:
             profile.check(found.identity, allow=allow_mismatch)
         found.check_shared()
@@ -269,7 +266,7 @@ class Fitting:
         """What every unit is worth, from the cache where it was scored before."""
         o = self.options
         samples = _some(self.text["valued"], o.score_samples)
-        key = digest([self.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores"])
+        key = digest([self.source.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores"])
         records = self._records("scores")
         known = records.of("scores").get(key)
         if known is None:
@@ -333,7 +330,7 @@ class Fitting:
             _some(self.text["valued"], o.value_samples),
             o.values,
             path=self.cache / "block-losses.jsonl",
-            model_id=self.version,
+            model_id=self.source.version,
         )
         if losses.reused:
             say(f"{losses.reused} of {len(losses.entries)} losses of single blocks were measured before.")
@@ -366,7 +363,7 @@ class Fitting:
             self.text["judged"],
             self.options.reconstruct,
             path=self.cache / "attempts.jsonl",
-            identity={"model": self.version, "dtype": self.options.dtype},
+            identity={"model": self.source.version, "dtype": self.options.dtype},
         )
 
     @cached_property
@@ -461,21 +458,20 @@ class Fitting:
         say(f"Measured, the best candidate {what}: it takes {state.taken(attempt)}. {again}".rstrip())
         return False
 
-    def run_winner(self, found: Fitted, written: Path, engine: str = "auto", **reading: Any) -> Fitted:
+    def run_winner(self, found: Fitted, written: Path, engine: str = "auto") -> Fitted:
         """The same with the speed of what was written, or with the reason why it cannot be run here.
 
         Args:
             found: for a budget.
             written: checkpoint folder or GGUF file; the search's own model was released before it was.
             engine: what runs it where there is no profile.
-            reading: how the dense model is read.
         """
         say("Timing what was written beside the dense model.")
         empty_cache()  # of what was trained here: vLLM wants its share of a GPU
         try:
             speed = time_winner(
-                self.model_id, self.model.config, written, self.weights, self.profile,
-                engine=engine, repeats=self.options.repeats, tokenizer=self.tokenizer, **reading,
+                self.source, self.model.config, written, self.weights, self.profile,
+                engine=engine, repeats=self.options.repeats, tokenizer=self.tokenizer,
             )  # fmt: skip
         except (PypruneError, OSError) as error:
             warn(f"{written} was not timed. {error}")  # it is written and keeps its budget all the same
@@ -498,7 +494,7 @@ class Fitting:
 
     def _timed(self, attempt: Attempt, quantities: Sequence[Quantity], profile: Profile) -> Attempt:
         """Run a candidate beside the dense model, or take what an interrupted search found."""
-        what = [self.version, profile.to_json(), attempt.plan.to_dict(), list(map(str, quantities))]
+        what = [self.source.version, profile.to_json(), attempt.plan.to_dict(), list(map(str, quantities))]
         key = digest([*what, self.options.repeats])
         records = self._records("times")
         known = records.of("times").get(key) if self.continued else None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pyprune.checkpoint.load import ModelSource
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import family_for
@@ -92,7 +93,7 @@ def agree(turns: Sequence[Timing]) -> bool:
 
 
 def time_winner(
-    source: str,
+    source: ModelSource,
     config: PretrainedConfig,
     winner: Path,
     weights: str,
@@ -101,22 +102,19 @@ def time_winner(
     engine: str = "auto",
     repeats: int,
     tokenizer: Any,
-    **reading: Any,
 ) -> SpeedReport:
     """Time what was written as `pyprune bench` does: generation of 64 x 128 and a prompt of 2,048 tokens, or the most
     that the model reads, in turns with the dense model.
 
     Args:
-        source: folder or hub id of the dense model.
-        config: of it.
+        source: of the dense model. Where engines do not read it themselves, it is run with random weights.
+        config: of the dense model.
         winner: checkpoint folder or GGUF file.
         weights: format of the budget: llama.cpp runs GGUF files, vLLM quantised folders.
         profile: whose engine and dtype run both, where there is one.
         engine: what runs them without one, where the weights are of a dtype.
         repeats: timed turns of each.
         tokenizer: of the dense model.
-        reading: how ``source`` is read; where engines do not read it by themselves, the dense model is run with random
-            weights.
 
     Raises:
         EngineError, MissingDependencyError, UnsupportedModelError, ConfigError: it cannot be run here.
@@ -135,8 +133,8 @@ def time_winner(
     )
     device = profile.used_device if profile is not None else "auto"
     with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder, visible(device):
-        dense: str | Path = source
-        if any(reading.values()) or not _is_served(source):
+        dense: str | Path = source.name
+        if source != ModelSource(source.name) or not _is_served(source.name):
             say("The dense model is timed with random weights: engines do not read it as it was read here.")
             plan = family_for(config).plan(config)
             dense, _ = write_served(config, plan, Path(folder) / DENSE, runner, quantise or dtype, tokenizer)
@@ -161,26 +159,24 @@ def _is_served(source: str) -> bool:
 
 
 def profile_of(
-    model: str | Path,
+    source: ModelSource,
     *,
     engine: str,
     dtype: str | None,
     quantities: Sequence[Quantity],
     allow: bool = False,
     before: Callable[[PretrainedConfig, str], None] | None = None,
-    **reading: Any,
 ) -> Profile:
     """The stored profile of a model, engine and dtype; measured and stored where there is none that holds here.
 
     Args:
-        model: folder or hub id of the dense model.
+        source: of the dense model.
         engine: auto, vllm, transformers or llamacpp.
         dtype: of the weights; None = the engine's default.
         quantities: workloads that it must know.
         allow: use a stored one of another machine or version, with a warning.
         before: (dense configuration, dtype) -> nothing; called where one has to be measured, which takes long, to
             refuse what would fail after it.
-        reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
 
     Raises:
         ConfigError: a dtype that the engine does not run.
@@ -188,7 +184,7 @@ def profile_of(
         PypruneError: what stops a measurement.
     """
     chosen, _ = choose_engine(engine)
-    config = dense_config(model, **reading)
+    config = dense_config(source)
     _check_read(config, quantities)
     weights = dtype or default_dtype(chosen)
     known = _stored(config, chosen, weights, allow=allow, instead="It is measured again.")
@@ -209,27 +205,24 @@ def profile_of(
         prefill=tuple(q.tokens for q in wanted if q.kind == "prefill"),
         generation=tuple((q.batch, q.tokens, q.prompt) for q in wanted if q.kind == "generation"),
     )
-    found = take_profile(model, options, **reading)
+    found = take_profile(source, options)
     say(f"Kept as {found.save(stored_as(found.name))}.")
     return found
 
 
-def stored_profile(
-    model: str | Path, *, engine: str, dtype: str, allow: bool = False, **reading: Any
-) -> Profile | None:
+def stored_profile(source: ModelSource, *, engine: str, dtype: str, allow: bool = False) -> Profile | None:
     """The stored profile of a model, engine and dtype; None where there is none that holds here. Nothing is measured.
 
     Nor is there one for a user without a folder to read.
 
     Args:
-        model: folder or hub id of the dense model.
+        source: of the dense model.
         engine: see :func:`profile_of`.
         dtype: of the weights.
         allow: see :func:`profile_of`.
-        reading: see :func:`profile_of`.
     """
     chosen = choose_engine(engine)[0] if engine == "auto" else engine  # which need not be installed
-    config = dense_config(model, **reading)
+    config = dense_config(source)
     try:
         found = _stored(config, chosen, dtype, allow=allow, instead="No times are told.")
     except (OSError, RuntimeError):  # permissions; no home

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from pyprune.checkpoint.load import load_model
-from pyprune.checkpoint.tokenizer import load_tokenizer, no_tokenizer
-from pyprune.checkpoint.trained_on import assert_not_trained_on
+from pyprune.checkpoint.load import ModelSource, Reading
+from pyprune.checkpoint.tokenizer import no_tokenizer
+from pyprune.checkpoint.trained_on import refuse_training_text
 from pyprune.data.sources import evaluation_split, look_up
 from pyprune.errors import ConfigError
-from pyprune.quality.perplexity import PerplexityResult, evaluate_perplexity, evaluation_text, window_size
+from pyprune.quality.perplexity import (
+    EvaluationText,
+    PerplexityResult,
+    evaluate_perplexity,
+    evaluation_text,
+    window_size,
+)
 from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, tasks_behind
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.products import products_in
@@ -46,7 +52,7 @@ class Evaluation:
 
 
 def evaluate(
-    model_id: str | Path,
+    model: str | Path | ModelSource,
     *,
     ppl: str | Sequence[str] = (),
     protocol: str = "ppl-2048",
@@ -59,14 +65,12 @@ def evaluate(
     bos: bool | None = None,
     dtype: str = "float32",
     device: str = "auto",
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    **reading: Unpack[Reading],
 ) -> Evaluation:
     """Measure the quality of a checkpoint, pruned or not; what ``pyprune eval`` does. Nothing is written.
 
     Args:
-        model_id: folder or hub id.
+        model: folder or hub id.
         ppl: texts to measure perplexity on: wikitext2, ptb, c4, a data set of the hub, or a .txt or .jsonl file.
         protocol: ppl-2048 or ppl-128; see :func:`pyprune.quality.perplexity.perplexity`.
         max_tokens: use only this many tokens of each text; None = all.
@@ -79,9 +83,7 @@ def evaluate(
             family expects it (Gemma: yes).
         dtype: float32, bfloat16 or float16, to compute in.
         device: auto, cpu, cuda or cuda:N.
-        gguf_file: a GGUF file inside the model's folder or repository.
-        revision: hub revision.
-        trust_remote_code: run the repository's own code.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
     Raises:
         ConfigError: neither a text nor a task, an unknown task or protocol, or an option out of range.
@@ -97,29 +99,22 @@ def evaluate(
     look_up((source, split or evaluation_split(source)) for source in sources)
     window_size(protocol)
     manager = check_tasks(names, limit=limit, batch_size=batch_size) if names else None
-    model, tokenizer = load_model(
-        model_id,
-        dtype=dtype,
-        device=device,
-        gguf_file=gguf_file,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        quantised=True,
-    )
+    source = ModelSource.of(model, **reading)
+    loaded, tokenizer = source.load(dtype=dtype, device=device, quantised=True)
     if tokenizer is None:
-        raise no_tokenizer(model_id)
-    warn_of_slow_dtype(dtype, model.device)
+        raise no_tokenizer(source.name)
+    warn_of_slow_dtype(dtype, loaded.device)
     measured = []
     with products_in(dtype):
-        for source in sources:
-            text = evaluation_text(tokenizer, source, split=split, field=field, max_tokens=max_tokens)
-            assert_not_trained_on(model_id, text.passage_ids, source, revision=revision)
-            measured.append(evaluate_perplexity(model, tokenizer, text, protocol, max_tokens=max_tokens, bos=bos))
+        for test in sources:
+            text = evaluation_text(tokenizer, test, split=split, field=field, max_tokens=max_tokens)
+            _refuse_training_text(source, text, test)
+            measured.append(evaluate_perplexity(loaded, tokenizer, text, protocol, max_tokens=max_tokens, bos=bos))
             if len(sources) > 1 or names:  # what comes next may fail
-                say(f"{source}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
+                say(f"{test}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
         if not names:
             return Evaluation(tuple(measured))
-        scores = evaluate_tasks(model, tokenizer, names, limit=limit, batch_size=batch_size, bos=bos, manager=manager)
+        scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size, bos=bos, manager=manager)
     each = tasks_behind(names, manager)
     without = tuple(task for task in each if task not in accuracies(scores, each))
     return Evaluation(tuple(measured), scores, mean_accuracy(scores, each), without)
@@ -135,7 +130,12 @@ def check_test_text(model_id: str | Path, source: str, *, split: str | None = No
     Raises:
         CheckpointError, DataError: as :func:`evaluate`.
     """
-    tokenizer = load_tokenizer(str(model_id))
+    model = ModelSource.of(model_id)
+    tokenizer = model.tokenizer() if model.marks else None
     if tokenizer is not None:
-        text = evaluation_text(tokenizer, source, split=split, field=field)
-        assert_not_trained_on(model_id, text.passage_ids, source)
+        _refuse_training_text(model, evaluation_text(tokenizer, source, split=split, field=field), source)
+
+
+def _refuse_training_text(model: ModelSource, text: EvaluationText, source: str) -> None:
+    if model.marks:
+        refuse_training_text(model.marks, text.passage_ids(), source, model.name)

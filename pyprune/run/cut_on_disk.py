@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from pyprune.checkpoint.load import read_generation_config
+from pyprune.checkpoint.configuration import read_generation_config
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import inherited_facts, write_record

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pyprune.checkpoint.layers import why_loaded_whole
-from pyprune.checkpoint.load import model_without_weights
+from pyprune.checkpoint.load import ModelSource
 from pyprune.config.run import PruneConfig, RecoverCheckpointConfig, Training
 from pyprune.config.train import TrainConfig
 from pyprune.data.stream import check_sequence_length
@@ -54,47 +53,28 @@ layers.
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the models of a run are read from.
+class TrainedModels:
+    """The models that the trainings of a run hold.
 
     Attributes:
-        model: folder or hub id of what is trained.
-        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` of it.
-        teacher: folder or hub id of the dense model, for distillation; None = ``model`` itself.
-        teacher_reading: the same of the teacher.
-        plan: what ``model`` was cut to already; None = it is dense.
+        model: the one that is trained.
+        teacher: the dense model, for distillation; None = ``model`` itself.
+        plan: by which ``model`` was cut already; None = it is dense.
         on_host: whether several processes have the models on the host, so that they divide a teacher too.
     """
 
-    model: str | Path
-    reading: dict[str, Any]
-    teacher: str | Path | None = None
-    teacher_reading: dict[str, Any] | None = None
+    model: ModelSource
+    teacher: ModelSource | None = None
     plan: PrunePlan | None = None
     on_host: bool = False
 
-    def shapes(self, dtype: str) -> PreTrainedModel:
-        """The model without weights."""
-        return model_without_weights(self.model, dtype=dtype, **self.reading)
-
-    def teacher_shapes(self, dtype: str) -> PreTrainedModel:
-        """The dense model without weights."""
-        return model_without_weights(self.teacher or self.model, dtype=dtype, **self._reading_of_teacher)
-
     @property
-    def why_teacher_is_loaded(self) -> str:
-        """Why the dense model cannot stay in its files while it teaches, as part of a sentence; empty where it can.
-
-        Of a hub id the files are fetched for that.
-        """
-        return why_loaded_whole(self.teacher or self.model, **self._reading_of_teacher)
-
-    @property
-    def _reading_of_teacher(self) -> dict[str, Any]:
-        return self.reading if self.teacher_reading is None else self.teacher_reading
+    def dense(self) -> ModelSource:
+        """Return the model that teaches."""
+        return self.teacher or self.model
 
 
-def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
+def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -> Run:
     """Decide ``memory`` of every training that says auto, print what each will hold, and refuse what cannot be held.
 
     The training by which a method decides (gates of layers) is one of them; it has no ``memory`` of its own.
@@ -103,9 +83,9 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
     lean loads the weights in bfloat16. Of a small model on a large device only an estimate is printed.
 
     Args:
-        source: of the models.
+        models: of the run.
         config: of the run, checked.
-        always: look also at what is small.
+        always: estimate small models part by part too.
 
     Returns:
         The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
@@ -114,70 +94,70 @@ def within_memory(source: Source, config: Run, *, always: bool = False) -> Run:
         ConfigError: trainings that the device cannot hold; the message has the options that would help each. Or
             ``compile`` where torch.compile does not work.
         DataError: sequences that are longer than the model allows.
-        PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
+        PypruneError: as :func:`pyprune.checkpoint.load.ModelSource.shapes`.
     """
     config = _with_dtype_of_lean(config)
     trainings = _all_trainings(config)
     if not trainings:
         return config
-    if learns_from_files(config) and (why := source.why_teacher_is_loaded):
-        raise ConfigError(f"{TEACHER_PLACEMENT} is 'files', but {why}; use 'device'.")
+    if learns_from_files(config) and (obstacle := models.dense.layers_obstacle()):
+        raise ConfigError(f"{TEACHER_PLACEMENT} is 'files', but {obstacle}; use 'device'.")
     for training in config.trainings():
         check_shares(training.train.batch_size, f"{training.name}.batch_size")
     device = resolve_device(config.device)
     if any(training.train.compile for training in config.trainings()):
         check_compiler(device)
     capacity = _capacity(device)
-    model = source.shapes(config.dtype)
+    model = models.model.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
-    at_most = _estimate(source, model, config)
+    at_most = _estimate(models, model, config)
     if not always and at_most <= WORTH_A_LOOK * capacity:
         mib = math.ceil(at_most / 2**20)
         say(f"Memory at the peak: at most about {mib:,} MiB, of {_gib(capacity)} on {device}{_each()}.", "dim")
         # As it is decided where it matters, or a run that goes on elsewhere would have other options.
         return _settled(config, lean=config.dtype == "bfloat16")
-    decided, found = memory_of(source, config, device, capacity)
+    decided, found = memory_of(models, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
     if learns_from_files(decided) and not learns_from_files(config):
         say("The dense model stays in its files while it teaches: each layer is read whenever it is run.")
     say(memory_table(found, device, capacity))
-    look = _Look(source, decided, device)
+    estimator = MemoryEstimator(models, decided, device)
     beyond = [(training, memory) for training, memory in found if memory.total > capacity]
     if beyond:
-        raise ConfigError([_refusal(*each, look, decided.dtype, device, capacity) for each in beyond])
+        raise ConfigError([_refusal(*each, estimator, decided.dtype, device, capacity) for each in beyond])
     return decided
 
 
-def placed(
-    source: Source, config: PruneConfig, placement: str, *, always: bool = False
+def place_models(
+    models: TrainedModels, config: PruneConfig, placement: str, *, always: bool = False
 ) -> tuple[Division, PruneConfig]:
     """How the processes of a run divide it, and its options with ``memory`` decided.
 
     Args:
-        source: of the model.
+        models: of the run.
         config: of the run, checked.
         placement: see :func:`division_of`.
         always: see :func:`within_memory`.
 
     Raises:
         ConfigError: see both.
-        PypruneError: as :func:`pyprune.checkpoint.load.model_without_weights`.
+        PypruneError: as :func:`pyprune.checkpoint.load.ModelSource.shapes`.
     """
-    division = division_of(source, config, placement)
-    decided = within_memory(replace(source, on_host=division.on_host), config, always=always)
-    other = division if decided.dtype == config.dtype else division_of(source, decided, placement)
+    division = division_of(models, config, placement)
+    decided = within_memory(replace(models, on_host=division.on_host), config, always=always)
+    other = division if decided.dtype == config.dtype else division_of(models, decided, placement)
     if other != division:  # in lean memory the weights are half as large
-        division, decided = other, within_memory(replace(source, on_host=other.on_host), config, always=always)
+        division, decided = other, within_memory(replace(models, on_host=other.on_host), config, always=always)
     return division, decided
 
 
-def division_of(source: Source, config: PruneConfig, placement: str) -> Division:
+def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> Division:
     """How the processes of a run divide it, by where they have the model while nothing trains.
 
     Args:
-        source: of the model.
+        models: of the run.
         config: of the run, checked.
         placement: device (each process a whole one), host (the first process; see
             :class:`pyprune.runtime.processes.Division`), or auto: device where the weights fill at most half of it.
@@ -194,8 +174,8 @@ def division_of(source: Source, config: PruneConfig, placement: str) -> Division
         return Division()
     agree_on_bfloat16()  # the first process may ask alone later
     device, config = resolve_device(config.device), _with_dtype_of_lean(config)
-    weights = sum(p.nbytes for p in source.shapes(config.dtype).parameters())
-    remote = bool(source.reading.get("trust_remote_code"))
+    weights = sum(p.nbytes for p in models.model.shapes(config.dtype).parameters())
+    remote = models.model.trust_remote_code
     if remote and placement == "host":
         raise ConfigError(
             "--placement host is for models that Transformers knows: the other processes make them from their "
@@ -219,17 +199,17 @@ def _capacity(device: torch.device) -> int:
 
 
 def memory_of(
-    source: Source, config: Run, device: torch.device, capacity: int
+    models: TrainedModels, config: Run, device: torch.device, capacity: int
 ) -> tuple[Run, list[tuple[Training, TrainingMemory]]]:
     """The options with ``memory`` and the teacher's place decided for a device of ``capacity`` bytes, and what each
     training then holds.
     """
-    look = _Look(source, config, device)
-    decided = _decided(config, look, capacity)
-    found = [(training, look.at(training, decided.dtype)) for training in _all_trainings(decided)]
+    estimator = MemoryEstimator(models, config, device)
+    decided = _decided(config, estimator, capacity)
+    found = [(training, estimator.at(training, decided.dtype)) for training in _all_trainings(decided)]
     if _leaves_teacher_open(config) and not _recovery_fits(found, capacity):
-        of_files = memory_of(source, _with_teacher(config, "files"), device, capacity)
-        if _recovery_fits(of_files[1], capacity) and not source.why_teacher_is_loaded:
+        of_files = memory_of(models, _with_teacher(config, "files"), device, capacity)
+        if _recovery_fits(of_files[1], capacity) and models.dense.layers_obstacle() is None:
             return of_files
     return decided, found
 
@@ -292,7 +272,7 @@ def _each() -> str:
     return f", in each of {processes.count()} processes" if processes.count() > 1 else ""
 
 
-def _estimate(source: Source, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+def _estimate(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
     """Bytes that no training of a run holds, by its sizes alone: weights, gradients, moments, copies, activations."""
     trainings = _all_trainings(config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -300,7 +280,7 @@ def _estimate(source: Source, model: PreTrainedModel, config: PruneConfig | Reco
     layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
     activations = tokens * (8 * widest + 200 * layers * hidden + _of_scores(model, trainings))
-    return 24 * parameters + activations + _of_teacher(source, model, config)
+    return 24 * parameters + activations + _of_teacher(models, model, config)
 
 
 def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
@@ -311,31 +291,32 @@ def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
     return 16 * int(model.config.num_hidden_layers) * int(model.config.num_attention_heads) * longest
 
 
-def _of_teacher(source: Source, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+def _of_teacher(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
     """Bytes of the dense model's weights in float32, and of its logits; 0 where nothing learns from it.
 
-    Where the source names no other, it is ``model`` itself.
+    Without a teacher, the dense model is ``model`` itself.
     """
     recoveries = [t for t in config.trainings() if t.action == "recover"]
     if config.recover.distill is None or not recoveries:
         return 0
-    same = source.teacher is None and source.teacher_reading is None
-    teacher = model if same else source.teacher_shapes("float32")
+    teacher = model if models.teacher is None else models.dense.shapes()
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in recoveries)
     return 4 * sum(p.numel() for p in teacher.parameters()) + 8 * tokens * int(teacher.config.vocab_size)
 
 
-class _Look:
+class MemoryEstimator:
     """Finds what a training holds, by its options and the dtype of the weights.
 
     Args:
-        source: of the models.
+        models: of the run.
         config: of the run.
         device: where the real model will be.
     """
 
-    def __init__(self, source: Source, config: PruneConfig | RecoverCheckpointConfig, device: torch.device) -> None:
-        self.source = source
+    def __init__(
+        self, models: TrainedModels, config: PruneConfig | RecoverCheckpointConfig, device: torch.device
+    ) -> None:
+        self.models = models
         self.config = config
         self.device = device
         self.found: dict[tuple[str, TrainConfig, int, str], TrainingMemory] = {}
@@ -348,7 +329,7 @@ class _Look:
         return self.found[key]
 
     def _measure(self, training: Training, dtype: str) -> TrainingMemory:
-        model, teacher = self.source.shapes(dtype), self._teacher(training)
+        model, teacher = self.models.model.shapes(dtype), self._teacher(training)
         length = training.data.sequence_length
         with self._objective(training, model, teacher) as (trained, objective):
             return training_memory(
@@ -358,16 +339,16 @@ class _Look:
                 length,
                 device=self.device,
                 teacher=teacher,
-                teacher_in="files" if learns_from_files(self.config) else "shares" if self.source.on_host else "device",
+                teacher_in="files" if learns_from_files(self.config) else "shares" if self.models.on_host else "device",
                 # A whole model on each device decides as a whole.
-                shares=1 if training.action == "decide" and not self.source.on_host else None,
+                shares=1 if training.action == "decide" and not self.models.on_host else None,
             )
 
     def _teacher(self, training: Training) -> PreTrainedModel | None:
         recover = replace(self.config.recover, train=training.train)
         if training.action != "recover" or recover.distill is None:
             return None
-        return self.source.teacher_shapes(working_dtype(recover.teacher_dtype, self.device))
+        return self.models.dense.shapes(working_dtype(recover.teacher_dtype, self.device))
 
     @contextmanager
     def _objective(
@@ -377,7 +358,7 @@ class _Look:
         config = self.config
         if training.action == "recover":
             recover = replace(config.recover, train=training.train)
-            objective = recovery_objective(model, recover, teacher=teacher, plan=self.source.plan)
+            objective = recovery_objective(model, recover, teacher=teacher, plan=self.models.plan)
             with adapted(model, recover) as trained:
                 yield trained, objective
         elif training.action == "regularise" and isinstance(config, PruneConfig):
@@ -403,14 +384,14 @@ def _of_method(make: Callable[[PrunePlan, Any], Any] | None, model: PreTrainedMo
     return found
 
 
-def _decided(config: Run, look: _Look, capacity: int) -> Run:
+def _decided(config: Run, estimator: MemoryEstimator, capacity: int) -> Run:
     """Auto becomes full or lean, for all trainings of all weights alike: they train the same weights."""
     whole = [t for t in config.trainings() if t.all_weights]
     auto = [t for t in whole if t.train.memory == "auto"]
     lean = config.dtype == "bfloat16"
     if not lean and all(t.may_be_lean for t in whole):
         full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
-        lean = any(look.at(t, config.dtype).total > capacity for t in full)
+        lean = any(estimator.at(t, config.dtype).total > capacity for t in full)
     return _settled(config, lean=lean)
 
 
@@ -427,16 +408,21 @@ def _settled(config: Run, *, lean: bool) -> Run:
 
 
 def _refusal(
-    training: Training, found: TrainingMemory, look: _Look, dtype: str, device: torch.device, capacity: int
+    training: Training,
+    found: TrainingMemory,
+    estimator: MemoryEstimator,
+    dtype: str,
+    device: torch.device,
+    capacity: int,
 ) -> str:
     """That a training does not fit, what it holds, and what its options would change."""
     lines = []
     for options, other, other_dtype in _helping(training, dtype):
-        total = look.at(other, other_dtype).total
+        total = estimator.at(other, other_dtype).total
         if total < found.total:
             lines.append(f"- {', '.join(options)}: {_gib(total)}")
-    for option, other_look in _other_places(training, look, device):
-        total = other_look.at(training, dtype).total
+    for option, other_estimator in _other_places(training, estimator, device):
+        total = other_estimator.at(training, dtype).total
         if total < found.total:
             lines.append(f"- {option}: {_gib(total)}")
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
@@ -447,17 +433,17 @@ def _refusal(
     )
 
 
-def _other_places(training: Training, look: _Look, device: torch.device) -> Iterator[tuple[str, _Look]]:
+def _other_places(
+    training: Training, estimator: MemoryEstimator, device: torch.device
+) -> Iterator[tuple[str, MemoryEstimator]]:
     """Options by which models are elsewhere, and what is held then."""
-    source, config = look.source, look.config
+    models, config = estimator.models, estimator.config
     distill = config.recover.distill if training.action == "recover" else None
-    here = (
-        distill is not None and distill.teacher_placement == "device" and Path(source.teacher or source.model).is_dir()
-    )
-    if here and not source.why_teacher_is_loaded:  # no files are fetched for an advice
-        yield f"{TEACHER_PLACEMENT}=files", _Look(source, _with_teacher(cast(Any, config), "files"), device)
-    if processes.count() > 1 and isinstance(config, PruneConfig) and not source.on_host:
-        yield "--placement host", _Look(replace(source, on_host=True), config, device)
+    here = distill is not None and distill.teacher_placement == "device" and Path(models.dense.name).is_dir()
+    if here and models.dense.layers_obstacle() is None:  # no files are fetched for an advice
+        yield f"{TEACHER_PLACEMENT}=files", MemoryEstimator(models, _with_teacher(cast(Any, config), "files"), device)
+    if processes.count() > 1 and isinstance(config, PruneConfig) and not models.on_host:
+        yield "--placement host", MemoryEstimator(replace(models, on_host=True), config, device)
 
 
 def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Training, str]]:

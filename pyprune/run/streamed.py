@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from pyprune.checkpoint.layers import ReadLayers, StoredLayers
-from pyprune.checkpoint.load import stored_dtype
-from pyprune.checkpoint.record import inherited_facts
-from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors, why_not_stored
-from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.checkpoint.load import ModelSource
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
 from pyprune.cut.compensate import CompensationReport, compensate_
 from pyprune.cut.mask import Masking
-from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.sampling import TokenSamples
-from pyprune.data.tokens import Batch
-from pyprune.errors import CheckpointError
-from pyprune.methods.base import PlanDecision, Prepare
+from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import get_method
-from pyprune.plan import PrunePlan
 from pyprune.run.cut_on_disk import StreamedCut
+from pyprune.run.result import PruneResult
 from pyprune.run.resume import RunFolder
-from pyprune.run.stages import Cutting, PruneResult, StageRun, StageText, draw_samples, planning
+from pyprune.run.stages import Stages, without_stages
+from pyprune.run.text import RunText, draw_samples
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.freed import freed_at_once
 
@@ -38,184 +34,114 @@ SOLVED = "solved"
 NOTE = "Streamed from file to file: one tensor or layer of the model was in memory at a time."
 
 
-def why_loaded(
-    model_id: str | Path,
-    config: PruneConfig,
-    *,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> str | None:
-    """Why a run takes the whole model into memory.
+def loading_reason(source: ModelSource, config: PruneConfig) -> str | None:
+    """Return why a run loads the whole model.
 
     Args:
-        model_id: folder or hub id of a dense model.
+        source: of the dense model.
         config: every option, checked.
-        gguf_file: a GGUF file inside it.
-        revision: hub revision.
-        trust_remote_code: whether the repository's own code may run.
 
     Returns:
-        A note for the report; empty where nobody would expect anything else (a run that trains, or cuts nothing); None
-        where the weights can be streamed.
+        A note for the report; empty for a run that nobody expects to be streamed, because it trains or cuts nothing;
+        None where the weights can be streamed.
     """
     if config.stages.before or config.stages.after or not config.stages.prune:
         return ""
-    reason = _why_not_decided(config) or why_not_stored(
-        model_id, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
-    )
+    reason = decision_obstacle(config) or source.streaming_obstacle()
     return f"The whole model was in memory, not streamed from file to file: {reason}." if reason else None
 
 
-def decides_from_disk(model_id: str | Path, config: PruneConfig, **source: Any) -> bool:
-    """Whether the plan of a run can be found without the whole model in memory.
-
-    Args:
-        model_id: folder or hub id of a dense model.
-        config: every option, checked.
-        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`why_loaded`.
-    """
-    return not (_why_not_decided(config) or why_not_stored(model_id, **source))
+def decision_obstacle(config: PruneConfig) -> str | None:
+    """Return why the method needs the whole model in memory to decide; None where it can read the files."""
+    return None if config.plan is not None else get_method(config.method).streaming_obstacle(config)
 
 
-def _why_not_decided(config: PruneConfig) -> str:
-    if config.plan is not None:
-        return ""
-    return get_method(config.method).streaming_obstacle(config) or ""
+class StreamedStages(Stages):
+    """Stages whose weights are in files: each step of the cut reads them there."""
 
+    streamed_cut: StreamedCut | None = None
 
-def beside_files(
-    model_id: str | Path, config: PruneConfig, work: Path, **source: Any
-) -> tuple[StoredModel | None, Cutting]:
-    """What a run on a model that is on the host computes from its files, a layer at a time on the device.
+    @property
+    def files(self) -> StoredModel:
+        """Return the files of the dense model."""
+        return cast(StoredModel, self.stored)
 
-    Args:
-        model_id: folder or hub id of a dense model.
-        config: every option, checked.
-        work: folder of the run.
-        source: ``gguf_file``, ``revision`` and ``trust_remote_code`` as in :func:`why_loaded`.
+    @override
+    def _layers(self) -> StoredLayers:
+        return StoredLayers(self.files)
 
-    Returns:
-        (where the method reads weights from, None for one that reads the model; what makes the cut).
-    """
-    if why_not_stored(model_id, **source):
-        return None, Cutting()
-    folder, place = folder_with_safetensors(model_id, source["revision"]), resolve_device(config.device)
-    stored = StoredModel(str(folder), dtype=DTYPES[config.dtype], device=place, scratch=work / SOLVED)
-
-    def taken_over(model: PreTrainedModel) -> None:
-        for name in stored.replaced:
-            model.get_parameter(name).data = stored.mapped(name)
-
-    def prepared(prepare: Prepare, model: PreTrainedModel, *decided: Any) -> Sequence[str]:
-        with freed_at_once():
-            notes = prepare(StoredLayers(stored), *decided)
-        taken_over(model)
-        return notes
-
-    def solved(model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
-        with freed_at_once():
-            report = reconstruct_(StoredLayers(stored), plan, samples, **options)
-        taken_over(model)
+    @override
+    def _compensate(self) -> CompensationReport:
+        layers, batch_size = self._layers(), self.config.cut.batch_size
+        report = compensate_(layers, self.result.plan, self.text.cut_data.ids, batch_size=batch_size)
+        if report.added_parameters:
+            self.files.config.output_bias = layers.model.config.output_bias
         return report
 
-    trained = bool(config.stages.before)  # the weights are not those of the files when they are cut
-    cutting = Cutting() if trained else Cutting(prepare=prepared, reconstruct=solved)
-    return None if _why_not_decided(config) else stored, cutting
+    @override
+    def _compact(self) -> CompactReport:
+        dtype = self.config.export_dtype or ModelSource.of(self.files.folder).dtype or self.config.dtype
+        self.streamed_cut = StreamedCut(self.files, self.result.plan, dtype=DTYPES[dtype])
+        return self.streamed_cut.report
+
+    @override
+    @contextmanager
+    def _masked(self) -> Iterator[PreTrainedModel]:
+        with self.files.transformed(Masking(self.files.family, self.files.config, self.result.plan).apply_):
+            yield self._layers().whole()
+
+    @override
+    def _compacted(self) -> PreTrainedModel:
+        return ReadLayers(cast(StreamedCut, self.streamed_cut)).whole()
 
 
-class StoredRun:
+class StreamedRun:
     """A run on a model whose weights stay on disk.
 
     Args:
-        model_id: folder or hub id of a dense model, of which :func:`why_loaded` says None.
+        source: of a dense model; :func:`loading_reason` gives None for it.
         config: every option, checked.
-        revision: hub revision.
         work: where an interrupted run is kept; None keeps nothing.
         only_planning: decide, but train and cut nothing: the text of other stages is drawn, and not used.
 
     Attributes:
         model: the dense model, its parameters without memory.
-        data: the text that was drawn.
+        samples: the text that was drawn, by its use.
+        note: for the result.
 
     Raises:
         CheckpointError: files are damaged, or differ from the folder's record.
-        PypruneError: as :class:`pyprune.run.stages.StageRun`.
+        PypruneError: as :class:`pyprune.run.stages.Stages`.
     """
 
     @freed_at_once()
     def __init__(
-        self,
-        model_id: str | Path,
-        config: PruneConfig,
-        *,
-        revision: str | None = None,
-        work: RunFolder | None = None,
-        only_planning: bool = False,
+        self, source: ModelSource, config: PruneConfig, work: RunFolder | None = None, *, only_planning: bool = False
     ) -> None:
-        inherited_facts(model_id, revision=revision, verify_files=True)
-        folder = folder_with_safetensors(model_id, revision)
-        if folder is None:
-            raise CheckpointError(f"{model_id} has no safetensors, from which weights could be streamed.")
-        self._config = config
+        source.inherited_facts(verify_files=True)
         scratch = None if work is None else work.path / SOLVED
-        place = resolve_device(config.device)
-        self._source = StoredModel(folder, dtype=DTYPES[config.dtype], device=place, scratch=scratch)
-        self._cut: StreamedCut | None = None
-        tokenizer = load_tokenizer(str(model_id), revision=revision)
-        self.model: PreTrainedModel = self._source.model()
-        self._source.check(self.model)
-        self.data: dict[str, TokenSamples] = draw_samples(self.model, tokenizer, config)
-        text = StageText.of(self.data)
-        own = planning(config) if only_planning else config
-        cutting = Cutting(self._prepared, self._planned, self._compensated, self._solved, self._masked, self._compacted)
-        self._run = StageRun(self.model, text, own, work, stored=self._source, cutting=cutting)
+        files = source.stored(dtype=config.dtype, device=resolve_device(config.device), scratch=scratch)
+        tokenizer = source.tokenizer()
+        self.note = NOTE
+        self.model: PreTrainedModel = files.model()
+        files.check(self.model)
+        self.samples: dict[str, TokenSamples] = draw_samples(self.model, tokenizer, config)
+        text, options = RunText.of(self.samples), without_stages(config) if only_planning else config
+        self._stages = StreamedStages(self.model, text, options, work, stored=files)
 
     @freed_at_once()
     def decide(self) -> PlanDecision:
-        """Choose what to remove; nothing is cut."""
-        return self._run.decide()
+        """Decide what to remove; nothing is cut."""
+        return self._stages.decide()
 
     @freed_at_once()
-    def result(self) -> PruneResult:
+    def execute(self) -> PruneResult:
         """Decide, and plan the cut, which :meth:`write` makes."""
-        self._run.decide()
-        self._run.cut()
-        result = self._run.finished()
-        result.notes.append(NOTE)
-        return result
-
-    def _prepared(self, prepare: Prepare, model: PreTrainedModel, *decided: Any) -> Sequence[str]:
-        return prepare(StoredLayers(self._source), *decided)
-
-    def _planned(self, model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
-        written = self._config.export_dtype or stored_dtype(self._source.folder) or self._config.dtype
-        self._cut = StreamedCut(self._source, plan, dtype=DTYPES[written])
-        return self._cut.report
-
-    def _compensated(
-        self, model: PreTrainedModel, plan: PrunePlan, samples: Tensor, **options: Any
-    ) -> CompensationReport:
-        layers = StoredLayers(self._source)
-        report = compensate_(layers, plan, samples, **options)
-        if report.added_parameters:
-            self._source.config.output_bias = layers.model.config.output_bias
-        return report
-
-    def _solved(self, model: PreTrainedModel, plan: PrunePlan, samples: Batch, **options: Any) -> ReconstructionReport:
-        return reconstruct_(StoredLayers(self._source), plan, samples, **options)
-
-    @contextmanager
-    def _masked(self, model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]:
-        with self._source.transformed(Masking(self._source.family, self._source.config, plan).apply_):
-            yield StoredLayers(self._source).whole()
-
-    def _compacted(self, model: PreTrainedModel) -> PreTrainedModel:
-        return ReadLayers(cast(StreamedCut, self._cut)).whole()  # it is planned
+        return self._stages.run()
 
     @freed_at_once()
     def write(self, out: Path, provenance: Mapping[str, Any], *, overwrite: bool) -> Path:
-        """Cut the weights from file to file; see :meth:`StreamedCut.write`. Call :meth:`result` first."""
-        if self._cut is None:
-            raise RuntimeError("There is no plan yet; call result() first.")
-        return self._cut.write(out, provenance, overwrite=overwrite)
+        """Cut the weights from file to file; see :meth:`StreamedCut.write`. Call :meth:`execute` first."""
+        if self._stages.streamed_cut is None:
+            raise RuntimeError("There is no plan yet; call execute() first.")
+        return self._stages.streamed_cut.write(out, provenance, overwrite=overwrite)

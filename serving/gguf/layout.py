@@ -75,7 +75,7 @@ def open_model(folder: Path) -> Model:
         CheckpointError: the folder is damaged, or its tensors are not those of its config.json.
         UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message says why.
     """
-    from pyprune.checkpoint.load import read_dense_config
+    from pyprune.checkpoint.configuration import read_dense_config
 
     config, shapes = read_dense_config(folder)
     family = all_families()[str(config.model_type).removeprefix("pruned_")]

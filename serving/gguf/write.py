@@ -148,7 +148,7 @@ def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None
 
 def _ends(folder: Path) -> list[int]:
     """The ids that end an answer, as generation_config.json of a checkpoint has them."""
-    from pyprune.checkpoint.load import read_generation_config
+    from pyprune.checkpoint.configuration import read_generation_config
 
     ends = getattr(read_generation_config(folder), "eos_token_id", None)
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

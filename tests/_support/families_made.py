@@ -14,7 +14,8 @@ from pyprune.cut.compact import compact_
 from pyprune.errors import PypruneError
 from pyprune.families import all_families, family_for
 from pyprune.plan import PrunePlan
-from pyprune.run.recover import ADAPTER, recover_checkpoint
+from pyprune.run.recover import recover_checkpoint
+from pyprune.run.rework import ADAPTER
 from pyprune.runtime.files import write_text
 from pyprune.runtime.records import Json
 from pyprune.serving.export import export

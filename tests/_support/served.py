@@ -20,7 +20,7 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.compensate import compensate_
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
-from pyprune.run.recover import ADAPTER
+from pyprune.run.rework import ADAPTER
 from pyprune.serving.engines import engine_environment
 from pyprune.serving.export import export
 from tests._support.answers import (

@@ -113,7 +113,7 @@ def test_without_this_reading_they_would_be_other_models(
 ) -> None:
     model, report = CASES[name].write(tmp_path)
     report.path.rename(tmp_path / "x.gguf")
-    monkeypatch.setattr("pyprune.checkpoint.load.complete_config", lambda config, header: None)
+    monkeypatch.setattr("pyprune.checkpoint.configuration.complete_config", lambda config, header: None)
     assert same_model(model, tmp_path) > 1e-3
 
 

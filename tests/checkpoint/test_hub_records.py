@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pyprune import build_config, build_recovery, evaluate, prune, recover
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.record import inherited_facts, read_pruning_json, read_record
 from pyprune.errors import DataError
-from pyprune.run.stages import was_rotated
+from pyprune.run.replay import was_rotated
 from pyprune.serving.export import export
 from tests._support.cli import run
 from tests._support.models import tiny_model
@@ -44,7 +45,7 @@ def test_the_record_is_read(folder: Path) -> None:
     assert found is not None
     assert found.plan == read_pruning_json(folder).plan
     assert inherited_facts(NAME) == inherited_facts(folder)
-    assert not was_rotated(NAME)
+    assert not was_rotated(ModelSource(NAME))
 
 
 def test_without_one_there_is_none(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pyprune.checkpoint.load import load_model, stored_dtype
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
@@ -392,7 +392,7 @@ def test_a_config_with_the_wrong_kind_of_value_is_refused(
     with pytest.raises(CheckpointError, match="value of the wrong kind"):
         load_model(out)
     with pytest.raises(CheckpointError, match="value of the wrong kind"):
-        stored_dtype(out)
+        _ = ModelSource.of(out).dtype
 
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -409,7 +409,7 @@ def test_the_dtype_of_a_folder_is_that_of_most_of_its_weights(
     """Whatever config.json says: what is written of it would else be larger, or rounded."""
     save_checkpoint(tiny_model("llama"), None, tmp_path / "out", plan=None, provenance={})
     _stored_as(tmp_path / "out", named, lambda weight: norms if weight.dim() == 1 else matrices)
-    assert stored_dtype(tmp_path / "out") == stored
+    assert ModelSource.of(tmp_path / "out").dtype == stored
 
 
 def _stored_as(folder: Path, named: str | None, dtype_of: Callable[[torch.Tensor], torch.dtype]) -> None:
@@ -434,7 +434,7 @@ def test_what_is_written_has_the_dtype_of_what_was_read(
     save_checkpoint(tiny_model("llama"), tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={})
     _stored_as(tmp_path / "dense", None, lambda _: HALF)
     if not streamed:
-        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.loading_reason", lambda *_, **__: "In memory.")
     found = run(command[0], tmp_path / "dense", *command[1:], "--out", tmp_path / "out")
     assert found.exit_code == 0, found.output
     assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {HALF}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError
 from pyprune.families import all_families
@@ -27,6 +27,14 @@ from tests._support.tokenizer import tiny_tokenizer
 
 SIZES = ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
          "num_key_value_heads", "head_dim", "num_labels"]  # fmt: skip
+
+
+def _dtype(folder: Path) -> str | None:
+    return ModelSource.of(folder).dtype
+
+
+def _version(folder: Path) -> str:
+    return ModelSource.of(folder).version
 
 
 @pytest.mark.parametrize("value", [2_000_000_000, 10**30, 0, -1, "4", 1.5, [4], True])
@@ -93,7 +101,7 @@ def test_weights_named_as_a_part_of_a_larger_model_are_called_that() -> None:
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "x"])
 def test_quantised_checkpoints_are_refused_plainly(foreign: Path, method: str) -> None:
     change_config(foreign, quantization_config={"quant_method": method, "bits": 4})
-    for reader in (load_model, stored_dtype):
+    for reader in (load_model, _dtype):
         with pytest.raises(CheckpointError, match="quantised checkpoints are not read"):
             reader(foreign)
 
@@ -150,7 +158,7 @@ def test_whatever_a_library_raises_is_one_checkpoint_error(
         load_tokenizer(str(foreign))
     monkeypatch.setattr(AutoConfig, "from_pretrained", fail)
     with pytest.raises(CheckpointError):
-        stored_dtype(foreign)
+        _ = ModelSource.of(foreign).dtype
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -195,7 +203,7 @@ def test_a_panic_of_rust_is_one_line_and_other_words_come_through(
 )
 def test_odd_names_are_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for reader in (load_model, stored_dtype, weights_version, read_checkpoint):
+    for reader in (load_model, _dtype, _version, read_checkpoint):
         with pytest.raises(PypruneError) as caught:
             reader(name)
         text = str(caught.value)

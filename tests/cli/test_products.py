@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyprune.checkpoint.load import load_model, stored_dtype
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.save import save_checkpoint
 from tests._support.cli import run
 from tests._support.models import tiny_model
@@ -84,12 +84,12 @@ def test_prune_multiplies_in_float32_with_the_weights_as_they_are(
 ) -> None:
     without_instructions(monkeypatch)
     if not streamed:
-        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.loading_reason", lambda *_, **__: "In memory.")
     products, held, printed = multiplied(*pruning(half, text, *more, "--out", tmp_path / "out"))
     assert products == {torch.float32}
     assert held == {torch.bfloat16}
     assert printed.count(REPORTED) == 1
-    assert stored_dtype(tmp_path / "out") == "bfloat16"
+    assert ModelSource.of(tmp_path / "out").dtype == "bfloat16"
 
 
 def test_a_dtype_that_a_command_is_given_is_obeyed(half: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

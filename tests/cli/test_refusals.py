@@ -139,7 +139,7 @@ def test_interrupt_says_what_was_kept(checkpoint: Path, tmp_path: Path, monkeypa
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyprune.run.prune.prune", interrupted)
+    monkeypatch.setattr("pyprune.run.prune.prune_checkpoint", interrupted)
     result = run("prune", checkpoint, "--out", tmp_path / "out")
     assert result.exit_code == INTERRUPTED_CODE
     assert "was not written" in result.stderr
@@ -161,7 +161,7 @@ def test_interrupt_says_what_was_written_before_it(
             save_checkpoint(tiny_model("llama"), None, out, plan=None, provenance={})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pyprune.run.prune.prune", interrupted)
+    monkeypatch.setattr("pyprune.run.prune.prune_checkpoint", interrupted)
     first = run("prune", checkpoint, "--out", out)
     assert f"{out} is written; what was to follow it is not done." in " ".join(first.stderr.split())
     (out / "model.safetensors").touch()  # as an annotation does, which writes into the folder

@@ -13,7 +13,7 @@ from pyprune.config.data import DataConfig
 from pyprune.errors import DataError
 from pyprune.fit.options import FitOptions
 from pyprune.fit.search import Fitting
-from pyprune.run.prune import decision_for
+from pyprune.run.prune import plan_checkpoint
 from tests._support.models import tiny_model
 from tests._support.text import write_model
 from tests.data._fakes import fake_datasets
@@ -34,7 +34,7 @@ def test_text_is_looked_up_before_a_model_is_loaded(what: str, tmp_path: Path, m
     config = build_config(options={"method": "taylor", **data})
     steps: dict[str, Callable[[], Any]] = {
         "prune": lambda: prune(folder, config, out=tmp_path / "out"),
-        "plan": lambda: decision_for(folder, config),
+        "plan": lambda: plan_checkpoint(folder, config),
         "recover": lambda: recover(folder, build_recovery(options=data), out=tmp_path / "out"),
         "reconstruct": lambda: reconstruct(
             folder, build_reconstruction(options=data), dense=folder, out=tmp_path / "out"

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
+from pyprune import prune
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
@@ -49,7 +50,6 @@ from pyprune.fit.sizes import MULTIPLES, SizeRules
 from pyprune.fit.solve import Solution
 from pyprune.methods import training
 from pyprune.plan import PrunePlan, Sizes
-from pyprune.run.prune import prune
 from pyprune.serving.engines import EngineError
 from pyprune.serving.quantise import quantising_obstacle
 from pyprune.serving.widths import group_obstacle

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from transformers.integrations.heterogeneity import HeterogeneousConfigMixin
 
-from pyprune.checkpoint.load import load_model, stored_dtype, weights_version
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, UnsupportedModelError
@@ -106,8 +106,8 @@ def test_such_a_folder_is_exported_for_vllm_and_not_cut_again(tmp_path: Path, mo
     model = unequal("mistral")
     from_elsewhere(model, tmp_path / "a")
     tiny_tokenizer().save_pretrained(tmp_path / "a")
-    assert stored_dtype(tmp_path / "a") == "float32"
-    assert len(weights_version(tmp_path / "a")) == 64
+    assert ModelSource.of(tmp_path / "a").dtype == "float32"
+    assert len(ModelSource.of(tmp_path / "a").version) == 64
     report = export(tmp_path / "a", tmp_path / "b")
     assert report.architecture == "PrunedMistralForCausalLM"
     assert torch.equal(logits(load_model(tmp_path / "b")[0]), logits(model))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pyprune import build_config, evaluate, prune
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.trained_on import marked_passages, refuse_training_text, training_marks
 from pyprune.config.data import DataConfig
 from pyprune.data.sampling import TokenSamples, sample_sequences
@@ -113,7 +114,7 @@ def test_windows_that_overlap_are_marked() -> None:
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
     text: str, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], words: str
 ) -> None:
-    monkeypatch.setattr(measure, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(ModelSource, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=words):
         evaluate("nowhere", ppl=text, **wrong)
 

@@ -153,9 +153,9 @@ def test_a_checkpoint_larger_than_memory_is_decided_on_and_cut(
     assert NOTE in record.provenance["report"]["notes"]
 
     twin = write_sharded(tmp_path / "twin", TWIN)
-    monkeypatch.setattr(pipeline, "why_loaded", lambda *_, **__: "In memory.")
+    monkeypatch.setattr(pipeline, "loading_reason", lambda *_, **__: "In memory.")
     config = build_config(options={"method": "magnitude"}, settings=COUNTS)
-    small = pipeline.prune(twin, config, out=tmp_path / "small")
+    small = pipeline.prune_checkpoint(twin, config, out=tmp_path / "small")
     assert record.plan is not None
     assert record.plan.layers[:TWIN] == small.plan.layers
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pyprune.checkpoint.load import load_model
+from pyprune import make_plan, prune, prune_
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import read_pruning_json
-from pyprune.checkpoint.trained_on import assert_not_trained_on
+from pyprune.checkpoint.trained_on import refuse_training_text
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import masked
@@ -32,10 +33,10 @@ from pyprune.errors import (
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
 from pyprune.run import memory as run_memory
-from pyprune.run.prune import decision_for, make_plan, prune, prune_
+from pyprune.run.prune import plan_checkpoint
 from pyprune.run.recipe import merge
 from pyprune.run.resume import interrupted_run, run_folder
-from pyprune.run.stages import draw_samples, wanted_text
+from pyprune.run.text import draw_samples, text_configs
 from pyprune.runtime import device
 from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
@@ -129,7 +130,7 @@ def test_the_eight_cases_are_configurations(case: str, text: Path) -> None:
     untouched = [p.detach().clone() for p in model.parameters()]
     settings = config(text, method="dress", stages={"before": list(before), "after": list(after), "prune": cut})
     samples = sample_sequences(tiny_tokenizer(), settings.data)
-    result = prune_(model, {"regularise": samples}, settings)
+    result = prune_(model, {"data": samples}, settings)
     assert [s["action"] for s in result.stages] == [*before, *after]
     assert (model.config.hidden_size == 24) is cut
     assert (result.compact is None) is not cut
@@ -143,7 +144,7 @@ def test_stages_may_follow_the_cut(action: str, text: Path) -> None:
     model = tiny_model("llama")
     settings = config(text, stages={"before": ["finetune"], "after": [action]}, elder={"layers": [1, 2]})
     samples = sample_sequences(tiny_tokenizer(), settings.data)
-    result = prune_(model, {"regularise": samples}, settings)
+    result = prune_(model, {"data": samples}, settings)
     assert [s["name"] for s in result.stages] == ["before-0-finetune", f"after-0-{action}"]
     assert len(model.model.layers) == 2
 
@@ -152,7 +153,7 @@ def test_the_compacted_result_equals_the_masked_regularised_model(text: Path) ->
     model = tiny_model("llama")
     settings = config(text, method="dress", stages={"prune": False}, dress={"schedule": "anneal"})
     samples = sample_sequences(tiny_tokenizer(), settings.data)
-    result = prune_(model, {"regularise": samples}, settings)
+    result = prune_(model, {"data": samples}, settings)
     assert result.effects is not None
     assert result.effects.preserved_ratio == 0.0
     ids = tiny_batch()
@@ -168,7 +169,7 @@ def test_verify_measures_both_sides_of_the_cut(name: str, method: str, text: Pat
     model = tiny_model(name)
     settings = config(text, method=method, verify=True)
     samples = sample_sequences(tiny_tokenizer(), settings.data)
-    result = prune_(model, {"regularise": samples}, settings)
+    result = prune_(model, {"data": samples}, settings)
     assert result.verified is not None
     assert result.verified["compacted_perplexity"] == pytest.approx(result.verified["masked_perplexity"], rel=1e-5)
     assert result.to_dict()["verified"] == result.verified
@@ -266,7 +267,7 @@ def test_a_run_with_another_plan_of_the_same_name_is_not_resumed(
     path.write_text(whole.drop_layers([1]).to_json())
     settings = config(text, method="none", plan=str(path), stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.StageRun.cut", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("pyprune.run.stages.Stages.cut", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     path.write_text(whole.drop_layers([2]).to_json())
@@ -283,16 +284,16 @@ def test_only_text_that_something_reads_is_drawn(text: Path) -> None:
     solved = {"reconstruct": "least_squares"}
     cases: list[tuple[dict[str, Any], set[str]]] = [
         (plan, set()),
-        ({**plan, "cut": solved}, {"regularise"}),
-        ({**plan, "cut": {**solved, "data": own}}, {"cut"}),
-        ({**plan, "cut": {**solved, "data": own}, "verify": True}, {"regularise", "cut"}),
-        ({**plan, "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recover"}),
-        ({"method": "random", "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recover"}),
-        ({"method": "random", "stages": {"before": [], "after": ["recover"]}}, {"regularise", "recover"}),
-        ({"method": "taylor", "stages": {"before": []}, "cut": {**solved, "data": own}}, {"regularise", "cut"}),
+        ({**plan, "cut": solved}, {"data"}),
+        ({**plan, "cut": {**solved, "data": own}}, {"cut.data"}),
+        ({**plan, "cut": {**solved, "data": own}, "verify": True}, {"data", "cut.data"}),
+        ({**plan, "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recovery_data"}),
+        ({"method": "random", "stages": {"before": [], "after": ["recover"]}, "recovery_data": own}, {"recovery_data"}),
+        ({"method": "random", "stages": {"before": [], "after": ["recover"]}}, {"data", "recovery_data"}),
+        ({"method": "taylor", "stages": {"before": []}, "cut": {**solved, "data": own}}, {"data", "cut.data"}),
     ]
     for changes, wanted in cases:
-        assert set(wanted_text(config(text, **changes))) == wanted, changes
+        assert set(text_configs(config(text, **changes))) == wanted, changes
 
 
 def test_a_cut_on_text_of_its_own_needs_no_other(model_folder: Path, text: Path, tmp_path: Path) -> None:
@@ -334,14 +335,14 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     for stopped_at, reached in (("decide", False), ("cut", True)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"pyprune.run.stages.StageRun.{stopped_at}", interrupt)
+            patch.setattr(f"pyprune.run.stages.Stages.{stopped_at}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 prune(model_folder, settings, out=tmp_path / "out")
         assert (work / "decision.json").exists() == work.exists() == reached
     with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to continue it, or --overwrite"):
         prune(model_folder, settings, out=tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.StageRun._new_decision", lambda *_: pytest.fail("decided again"))
+        patch.setattr("pyprune.run.stages.Stages._new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
 
@@ -350,7 +351,7 @@ def test_a_model_in_float64_is_trained_as_it_is() -> None:
     """The options allow lean memory, which bfloat16 weights would have."""
     settings = read_config({**OPTIONS, "elder": {**OPTIONS["elder"], "train": {**TRAIN, "dtype": "auto"}}})
     model = tiny_model().double()
-    prune_(model, {"regularise": tiny_batch(1, 6, 32)}, settings)
+    prune_(model, {"data": tiny_batch(1, 6, 32)}, settings)
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
@@ -407,7 +408,7 @@ def test_text_under_a_name_that_no_stage_reads_is_refused(model_folder: Path, te
     model, tokenizer = load_model(model_folder)
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     samples = draw_samples(model, tokenizer, settings)
-    with pytest.raises(ConfigError, match="data has 'recovery', which no stage reads; the names are regularise, cut"):
+    with pytest.raises(ConfigError, match="data has 'recovery', which is no use of text; the names are data, cut"):
         prune_(model, {**samples, "recovery": torch.zeros(1, 8, dtype=torch.int64)}, settings)
 
 
@@ -421,7 +422,7 @@ def test_a_run_with_other_weights_is_not_resumed(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.Stages.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     weights = model_folder / "model.safetensors"
@@ -443,12 +444,12 @@ def test_a_run_with_other_text_is_not_resumed(
 
     settings = config(text, stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.Stages.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     old = text.read_text()
     write_text(text, seed=31)
-    with pytest.raises(ConfigError, match=r"text of this run \(before, cut, after\) is another"):
+    with pytest.raises(ConfigError, match=r"text of this run \(data, cut\.data, recovery_data\) is another"):
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     text.write_text(old)
     prune(model_folder, settings, out=tmp_path / "out", resume=True)
@@ -464,7 +465,7 @@ def test_an_edited_record_of_an_interrupted_run_is_refused(
 
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.StageRun.cut", interrupt)
+        patch.setattr("pyprune.run.stages.Stages.cut", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prune(model_folder, settings, out=tmp_path / "out")
     path = tmp_path / ".out.work" / name
@@ -483,7 +484,7 @@ def test_sizes_that_no_stock_architecture_takes_leave_nothing_in_the_way(
         prune(model_folder, config(text, **unequal), out=tmp_path / "out")
     assert not (tmp_path / ".out.work").exists()
     with pytest.raises(ConfigError, match="no stock architecture takes these sizes"):
-        decision_for(model_folder, config(text, **unequal))
+        plan_checkpoint(model_folder, config(text, **unequal))
 
 
 def test_a_refusal_leaves_nothing_behind(model_folder: Path, text: Path, tmp_path: Path) -> None:
@@ -551,7 +552,7 @@ def test_resuming_nothing_is_an_error(model_folder: Path, text: Path, tmp_path: 
 
 
 def test_plans_are_replayed_from_files_and_checkpoints(model_folder: Path, text: Path, tmp_path: Path) -> None:
-    plan = decision_for(model_folder, config(text)).plan
+    plan = plan_checkpoint(model_folder, config(text)).plan
     (tmp_path / "plan.json").write_text(plan.to_json())
     direct = {"method": "none", "stages": {"before": []}}
     first = prune(model_folder, config(text, plan=str(tmp_path / "plan.json"), **direct), out=tmp_path / "a")
@@ -634,11 +635,11 @@ def test_a_checkpoint_knows_the_text_it_was_trained_on(model_folder: Path, text:
     tokenizer = tiny_tokenizer()
     seen = torch.tensor(tokenizer(text.read_text())["input_ids"])
     with pytest.raises(DataError, match="were used to train"):
-        assert_not_trained_on(tmp_path / "out", lambda: seen, "text.txt")
+        refuse_training_text(ModelSource.of(tmp_path / "out").marks, seen, "text.txt", "this")
     unseen = write_text(tmp_path / "other.txt", seed=5).read_text()
     other = torch.tensor(tokenizer(unseen)["input_ids"])
-    assert_not_trained_on(tmp_path / "out", lambda: other, "other.txt")
-    assert_not_trained_on(model_folder, lambda: seen, "text.txt")
+    refuse_training_text(ModelSource.of(tmp_path / "out").marks, other, "other.txt", "this")
+    refuse_training_text(ModelSource.of(model_folder).marks, seen, "text.txt", "this")
 
 
 @pytest.mark.parametrize("method", ["dress", "elder"])
@@ -649,7 +650,7 @@ def test_a_plan_without_anything_to_regularise_says_so(method: str, text: Path, 
     path = tmp_path / "heads.json"
     path.write_text(replace(plan, layers=(heads, *plan.layers[1:])).to_json())
     options = config(text, method=method, plan=str(path))
-    result = prune_(model, {"regularise": tiny_batch(1, 6, 32)}, options)
+    result = prune_(model, {"data": tiny_batch(1, 6, 32)}, options)
     assert "no effect" in result.warnings[0].lower()
 
 
@@ -690,6 +691,6 @@ def test_a_reconstruction_on_one_kind_of_text_says_so(kinds: tuple[str, ...]) ->
     text = replace(Batch.of(ids), kinds=kinds * 4) if kinds else Batch.of(ids)
     stages: dict[str, Any] = {"before": [], "after": []}
     config = read_config({"method": "last", "ratio": 0.5, "cut": {"reconstruct": "least_squares"}, "stages": stages})
-    result = prune_(tiny_model("llama"), {"regularise": text}, config)
+    result = prune_(tiny_model("llama"), {"data": text}, config)
     assert result.reconstruction is not None
     assert any("one kind of text" in note for note in result.notes) == (not kinds)

@@ -13,7 +13,7 @@ import pytest
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.methods.registry import presets
 from pyprune.run.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
-from pyprune.run.stages import wanted_text
+from pyprune.run.text import text_configs
 
 HOSTILE = {
     "anchor": ("&a 5", "anchors (&) and aliases (*) are not read"),
@@ -385,7 +385,7 @@ def test_the_text_that_is_given_serves_every_use_without_its_own(name: str, sett
         config = build_config(preset=name, options={"data.source": "mine.txt", "data.bos": True}, settings=settings)
     except ConfigError:
         pytest.skip("the method does not take these options")
-    texts = wanted_text(config)
+    texts = text_configs(config)
     assert {source for text in texts.values() for source in text.sources} == {"mine.txt"}
     assert all(text.bos for text in texts.values())
 
@@ -393,6 +393,6 @@ def test_the_text_that_is_given_serves_every_use_without_its_own(name: str, sett
 def test_text_that_names_its_source_keeps_it() -> None:
     settings = ["cut.reconstruct=least_squares", "cut.data.source=ptb", "stages.after=[recover]"]
     config = build_config(preset="taylor", options={"data.source": "mine.txt"}, settings=settings)
-    assert {use: text.sources for use, text in wanted_text(config).items()} == {
-        "regularise": ("mine.txt",), "cut": ("ptb",), "recover": ("mine.txt",)
+    assert {use: text.sources for use, text in text_configs(config).items()} == {
+        "data": ("mine.txt",), "cut.data": ("ptb",), "recovery_data": ("mine.txt",)
     }  # fmt: skip

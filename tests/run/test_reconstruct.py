@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from pyprune import prune
 from pyprune.checkpoint.layers import StoredLayers
-from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.families import family_for
-from pyprune.run import recover as rework
-from pyprune.run.prune import prune
 from pyprune.run.recipe import build_config
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans
@@ -179,11 +178,11 @@ def test_of_a_dense_model_on_disk_one_layer_is_read_at_a_time(
     data = ["--calibration", text, "--samples", "96", "--sequence-length", "32"]
     loaded: list[str] = []
     held: list[int] = []
-    whole, layer = rework.load_model, StoredLayers.layer
+    whole, layer = ModelSource.load, StoredLayers.layer
 
-    def load(folder: Path, **options: Any) -> Any:
-        loaded.append(Path(folder).name)
-        return whole(folder, **options)
+    def load(source: ModelSource, **options: Any) -> Any:
+        loaded.append(Path(source.name).name)
+        return whole(source, **options)
 
     @contextmanager
     def read(self: StoredLayers, index: int) -> Iterator[Any]:
@@ -191,13 +190,13 @@ def test_of_a_dense_model_on_disk_one_layer_is_read_at_a_time(
             held.append(sum(not p.is_meta for some in self.layers for p in some.parameters()))
             yield module
 
-    monkeypatch.setattr(rework, "load_model", load)
+    monkeypatch.setattr(ModelSource, "load", load)
     monkeypatch.setattr(StoredLayers, "layer", read)
     done = run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "streamed", *data)
     assert done.exit_code == 0, done.output
     assert loaded == ["plain"], "the dense model is never loaded whole"
     assert set(held) == {9}, "the weights of one layer"
-    monkeypatch.setattr(rework, "why_loaded_whole", lambda *_, **__: "planted")
+    monkeypatch.setattr(ModelSource, "layers_obstacle", lambda _: "planted")
     assert run("reconstruct", tmp_path / "plain", "--dense", dense, "--out", tmp_path / "whole", *data).exit_code == 0
     assert loaded[1:] == ["plain", "dense"]
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("streamed", "whole")]

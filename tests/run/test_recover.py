@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -16,9 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from bench.quality.rounding import kept
-from pyprune.checkpoint.load import load_model, weights_version
+from pyprune import prune, prune_
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
-from pyprune.checkpoint.trained_on import assert_not_trained_on, training_marks, unguarded
+from pyprune.checkpoint.trained_on import refuse_training_text, training_marks, unguarded
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.config.recoveries import RECOVERIES
@@ -30,11 +30,11 @@ from pyprune.errors import CheckpointError, ConfigError, DataError, OutputError
 from pyprune.families import family_for
 from pyprune.methods.registry import read_config
 from pyprune.quality.perplexity import perplexity
-from pyprune.run import prune as pipeline
-from pyprune.run import recover as rework
-from pyprune.run.prune import prune, prune_
+from pyprune.run import rework
 from pyprune.run.recipe import build_config, build_recovery, merge
-from pyprune.run.recover import ADAPTER, recover_checkpoint
+from pyprune.run.recover import recover_checkpoint
+from pyprune.run.rework import ADAPTER
+from pyprune.run.text import overlap_warnings
 from pyprune.train.distill import Distillation
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -139,10 +139,10 @@ def test_held_back_text_that_overlaps_is_warned_of(dense: Path, text: Path, tmp_
         "cut.least_squares.held_back",
     ]
     recover_ = RecoverCheckpointConfig.from_dict({"data": data, "recover": stopped})
-    assert len(rework.judged_on_read_text(recover_)) == 1
-    assert not rework.judged_on_read_text(RecoverCheckpointConfig.from_dict({"data": {**data, "overlap": 0.0}}))
+    assert len(overlap_warnings(recover_)) == 1
+    assert not overlap_warnings(RecoverCheckpointConfig.from_dict({"data": {**data, "overlap": 0.0}}))
     solved = {"data": {**data, "source": str(text)}}
-    assert "holds back" in rework.judged_on_read_text(ReconstructCheckpointConfig.from_dict(solved))[0]
+    assert "holds back" in overlap_warnings(ReconstructCheckpointConfig.from_dict(solved))[0]
 
 
 def test_a_teacher_that_is_the_model_itself_is_refused_before_the_cut(text: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_teacher_that_is_the_model_itself_is_refused_before_the_cut(text: Path
     samples = torch.randint(3, 300, (4, 32))
     for teacher in (model, copy.copy(model)):
         with pytest.raises(ConfigError, match="shares weights with the student"):
-            prune_(model, {"regularise": samples, "recover": samples}, config, teacher=teacher)
+            prune_(model, {"data": samples, "recovery_data": samples}, config, teacher=teacher)
     assert model.config.num_hidden_layers == tiny_model("llama").config.num_hidden_layers, "nothing was cut"
 
 
@@ -163,14 +163,13 @@ def test_prune_distils_from_the_source_after_the_cut(
     dense: Path, text: Path, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: str
 ) -> None:
     loaded: list[str] = []
-    original = pipeline.load_model
+    original = ModelSource.load
 
-    def spy(*arguments: Any, **options: Any) -> Any:
+    def spy(source: ModelSource, **options: Any) -> Any:
         loaded.append(options["dtype"])
-        return original(*arguments, **options)
+        return original(source, **options)
 
-    for module in (pipeline, rework):
-        monkeypatch.setattr(module, "load_model", spy)
+    monkeypatch.setattr(ModelSource, "load", spy)
     changes = {
         "stages": {"after": ["recover"]},
         "recovery_data": {"source": str(records), "samples": 16, "sequence_length": 400, "layout": "instructions"},
@@ -228,7 +227,7 @@ def test_in_memory_the_teacher_is_given_and_missing_ones_are_refused_before_the_
         tmp_path, text, stages={"after": ["recover"]}, recover={"distill": DISTILL, "train": {"steps": 2}}
     )
     samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
-    data = {"regularise": torch.zeros(0, 0, dtype=torch.int64), "recover": samples}
+    data = {"data": torch.zeros(0, 0, dtype=torch.int64), "recovery_data": samples}
     model = tiny_model("llama")
     with pytest.raises(ConfigError, match="the model in memory is cut in place"):
         prune_(model, data, settings)
@@ -247,7 +246,7 @@ def test_a_recover_stage_before_the_cut_distils_between_equal_shapes(text: Path,
     settings = prune_config(tmp_path, text, stages={"before": ["recover"]}, recover={"distill": DISTILL})
     model = tiny_model("llama")
     samples = sample_sequences(tiny_tokenizer(), settings.data)
-    result = prune_(model, {"regularise": samples}, settings, teacher=tiny_model("llama"))
+    result = prune_(model, {"data": samples}, settings, teacher=tiny_model("llama"))
     assert result.stages[0]["history"][0]["parts"] == {"kl": 0.0, "hidden": 0.0}
     assert len(model.model.layers) == 3
 
@@ -256,10 +255,10 @@ def test_masked_prompts_are_refused_where_every_token_counts(text: Path, records
     samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
     settings = PruneConfig(method="elder", ratio=0.5, stages=StageConfig(before=(), after=("regularise",)))
     with pytest.raises(ConfigError, match="masked prompts are for recovery"):
-        prune_(tiny_model("llama"), {"regularise": samples}, settings)
+        prune_(tiny_model("llama"), {"data": samples}, settings)
     windows = sample_sequences(tiny_tokenizer(), prune_config(tmp_path, text).data)
     with pytest.raises(ConfigError, match="masked prompts are for recovery"):
-        prune_(tiny_model("llama"), {"regularise": windows, "recover": samples}, settings)
+        prune_(tiny_model("llama"), {"data": windows, "recovery_data": samples}, settings)
 
 
 def test_records_that_are_too_short_to_be_known_again_are_warned_of(records: Path) -> None:
@@ -313,7 +312,7 @@ def test_a_pruned_checkpoint_is_recovered_and_its_record_extended(
         seen = "\n\n".join(pipeline_text(source))
         ids = torch.tensor(tokenizer(seen)["input_ids"])
         with pytest.raises(DataError, match="were used to train"):
-            assert_not_trained_on(tmp_path / "out", partial(torch.clone, ids), str(source))
+            refuse_training_text(ModelSource.of(tmp_path / "out").marks, torch.clone(ids), str(source), "this")
     assert not (tmp_path / ".out.work").exists()
     again = recover_checkpoint(tmp_path / "out", config, out=tmp_path / "twice", teacher=dense)
     assert any("training text of this checkpoint already" in w for w in again.warnings)
@@ -334,12 +333,12 @@ def pipeline_text(source: Path) -> list[str]:
 def test_another_dense_model_than_it_was_made_from_is_a_warning(
     pruned: Path, dense: Path, records: Path, tmp_path: Path
 ) -> None:
-    assert read_pruning_json(pruned).provenance["source_weights"] == weights_version(dense)
+    assert read_pruning_json(pruned).provenance["source_weights"] == ModelSource.of(dense).version
     same = recover_checkpoint(pruned, run_config(records), out=tmp_path / "same", teacher=dense)
-    assert not any("are others than those" in warning for warning in same.warnings)
+    assert not any("differ from those" in warning for warning in same.warnings)
     other = write_model(tiny_model("llama", seed=9), tmp_path / "other")
     found = recover_checkpoint(pruned, run_config(records), out=tmp_path / "out", teacher=other)
-    assert any(f"The files of {other} are others than those of the model" in warning for warning in found.warnings)
+    assert any(f"The files of {other} differ from those of the model" in warning for warning in found.warnings)
 
 
 def test_recovery_of_a_checkpoint_helps(pruned: Path, dense: Path, text: Path, tmp_path: Path) -> None:

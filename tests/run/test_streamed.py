@@ -49,11 +49,11 @@ def plan_file(folder: Path, name: str, which: str = "everything") -> Path:
 
 def both_ways(dense: Path, config: PruneConfig, out: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """The folders that the streamed run and the run in memory write."""
-    streamed = pipeline.prune(dense, config, out=out / "streamed")
+    streamed = pipeline.prune_checkpoint(dense, config, out=out / "streamed")
     assert NOTE in streamed.notes
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "why_loaded", lambda *_, **__: "In memory.")
-        loaded = pipeline.prune(dense, config, out=out / "loaded")
+        patch.setattr(pipeline, "loading_reason", lambda *_, **__: "In memory.")
+        loaded = pipeline.prune_checkpoint(dense, config, out=out / "loaded")
     assert NOTE not in loaded.notes
     assert "In memory." in loaded.notes
     assert [note for note in streamed.notes if note != NOTE] != []
@@ -284,7 +284,7 @@ def test_shards_are_split_as_the_source_is(tmp_path: Path) -> None:
     (dense / "model.safetensors").unlink()
     tiny_model("llama").save_pretrained(dense, max_shard_size="40KB")
     largest = max(path.stat().st_size for path in dense.glob("*.safetensors"))
-    pipeline.prune(
+    pipeline.prune_checkpoint(
         dense, build_config(options={"plan": str(plan_file(tmp_path, "llama", "ffn"))}), out=tmp_path / "out"
     )
     written = sorted(path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors"))
@@ -338,10 +338,10 @@ def test_a_hub_id_is_streamed_from_the_cache(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = build_config(options={"plan": str(plan_file(tmp_path, "llama"))})
-    result = pipeline.prune("somebody/tiny", config, out=tmp_path / "out")
+    result = pipeline.prune_checkpoint("somebody/tiny", config, out=tmp_path / "out")
     assert NOTE in result.notes
     assert read_pruning_json(tmp_path / "out", verify_files=True).provenance["source"] == "somebody/tiny"
-    pipeline.prune(dense, config, out=tmp_path / "of-folder")
+    pipeline.prune_checkpoint(dense, config, out=tmp_path / "of-folder")
     assert_same_tensors(tmp_path / "out" / "model.safetensors", tmp_path / "of-folder" / "model.safetensors")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
@@ -356,11 +356,11 @@ def test_an_interrupted_run_goes_on_from_its_plan(tmp_path: Path, monkeypatch: p
 
         patch.setattr("pyprune.run.cut_on_disk.write_shards", stops)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.prune(dense, config, out=tmp_path / "out")
+            pipeline.prune_checkpoint(dense, config, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with monkeypatch.context() as patch:
         patch.setattr("pyprune.methods.score.base.decide_by_scores", stops)
-        resumed = pipeline.prune(dense, config, out=tmp_path / "out", resume=True)
-    whole = pipeline.prune(dense, config, out=tmp_path / "whole")
+        resumed = pipeline.prune_checkpoint(dense, config, out=tmp_path / "out", resume=True)
+    whole = pipeline.prune_checkpoint(dense, config, out=tmp_path / "whole")
     assert resumed.plan == whole.plan
     assert_same_tensors(tmp_path / "out" / "model.safetensors", tmp_path / "whole" / "model.safetensors")

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError
 from pyprune.families import family_for
 from pyprune.probe.hooks import LayerHooks
-from pyprune.run.recover import Loaded, check_alike, say_what_is_copied
+from pyprune.run.source import HostCopy, check_alike, report_copies
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train.memory import training_memory
@@ -516,7 +517,7 @@ def test_models_that_are_not_alike_or_not_shared_are_named(
 ) -> None:
     dense = write_model(tiny_model("llama"), tmp_path / "dense")
     monkeypatch.setattr(processes, "count", lambda: 2)
-    say_what_is_copied([Loaded(dense, "dtype", "bfloat16")])
+    report_copies([HostCopy(ModelSource.of(dense), "dtype", "bfloat16")])
     said = " ".join(capsys.readouterr().err.split())
     assert "dtype is bfloat16" in said
     assert "With dtype=float32 they share" in said

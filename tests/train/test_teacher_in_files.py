@@ -13,14 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bench.kernels.optimizer import extra_peak
-from pyprune.checkpoint.layers import stored_layers, why_loaded_whole
-from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.train import DistillConfig
 from pyprune.families import decoder_layers
 from pyprune.run import memory as run_memory
-from pyprune.run import prune as pipeline
-from pyprune.run import recover as rework
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.train import sharded
@@ -75,14 +72,13 @@ def placement_of(folder: Path) -> str:
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that are loaded whole."""
     found: list[str] = []
-    original = rework.load_model
+    original = ModelSource.load
 
-    def spy(model: Any, **options: Any) -> Any:
-        found.append(str(model))
-        return original(model, **options)
+    def spy(source: ModelSource, **options: Any) -> Any:
+        found.append(source.name)
+        return original(source, **options)
 
-    for module in (pipeline, rework):
-        monkeypatch.setattr(module, "load_model", spy)
+    monkeypatch.setattr(ModelSource, "load", spy)
     return found
 
 
@@ -90,7 +86,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_of_files_computes_what_the_loaded_one_does(family: str, tmp_path: Path) -> None:
     folder = write_model(tiny_model(family), tmp_path / "dense")
     loaded, _ = load_model(folder)
-    model = stored_layers(folder, dtype="float32", device="cpu").whole()
+    model = ModelSource.of(folder).layers(dtype="float32", device="cpu").whole()
     ids = tiny_batch(0, 2, 12)
     for _ in range(2):
         with torch.no_grad():
@@ -101,7 +97,7 @@ def test_a_model_of_files_computes_what_the_loaded_one_does(family: str, tmp_pat
 
 
 def test_a_layer_that_fails_keeps_no_weights(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stored_layers(dense, dtype="float32", device="cpu").whole()
+    model = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
     layer = decoder_layers(model)[1]
 
     def fails(*_: Any, **__: Any) -> Tensor:
@@ -206,9 +202,9 @@ def test_files_of_which_no_layer_can_be_read_are_refused(
     torch.save(weights, pickled / "pytorch_model.bin")
     message = " ".join(refused(*recovering(pruned, pickled, text, tmp_path / "out", *of_files)).split())
     assert "has no safetensors; use 'device'" in message
-    assert "GGUF" in why_loaded_whole(dense, gguf_file="model.gguf")
-    assert "code of its own" in why_loaded_whole(dense, trust_remote_code=True)
-    assert "record" in why_loaded_whole(pruned)
+    assert "GGUF" in str(ModelSource.of(dense, gguf_file="model.gguf").layers_obstacle())
+    assert "code of its own" in str(ModelSource.of(dense, trust_remote_code=True).layers_obstacle())
+    assert "record" in str(ModelSource.of(pruned).layers_obstacle())
     # and auto loads what cannot be read so
     monkeypatch.setattr(run_memory, "WORTH_A_LOOK", 0.0)
     result = run(*recovering(pruned, pickled, text, tmp_path / "out"))
@@ -217,14 +213,14 @@ def test_files_of_which_no_layer_can_be_read_are_refused(
 
 
 def test_processes_do_not_divide_a_model_of_files(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stored_layers(dense, dtype="float32", device="cpu").whole()
+    model = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
     monkeypatch.setattr(processes, "division", lambda: Division(torch.device("cpu"), "first"))
     assert sharded.to_read(model) is model
 
 
 def test_a_resumed_run_finds_the_same_teacher_in_files(dense: Path) -> None:
     student, loaded = tiny_model("llama"), load_model(dense)[0]
-    of_files = stored_layers(dense, dtype="float32", device="cpu").whole()
+    of_files = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
     facts = [
         Distillation(student, teacher, DistillConfig(teacher_placement=placement)).run_facts()
         for teacher, placement in ((loaded, "device"), (of_files, "files"))
@@ -245,7 +241,7 @@ def test_the_predicted_peak_is_the_measured_one(dtype: torch.dtype, tmp_path: Pa
     )  # fmt: skip
     student, of_files = (
         real(torch.float32),
-        stored_layers(folder, dtype=str(dtype).removeprefix("torch."), device="cpu").whole(),
+        ModelSource.of(folder).layers(dtype=str(dtype).removeprefix("torch."), device="cpu").whole(),
     )
     at_rest = held(student) + sum(p.nbytes for p in of_files.parameters() if not p.is_meta)
     measured = at_rest + extra_peak(lambda: recover(student, samples(), config, teacher=of_files), CPU)

@@ -7,7 +7,6 @@ every probe is made from the dense model's configuration and the plan's target a
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,7 +14,8 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.errors import CheckpointError, UnsupportedModelError
+from pyprune.checkpoint.load import ModelSource
+from pyprune.errors import UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.fit.profile import DENSE
 from pyprune.fit.sizes import FFN_MULTIPLES
@@ -133,31 +133,14 @@ def _unequal(plan: PrunePlan, step: int) -> PrunePlan:
     return plan
 
 
-def dense_config(source: str | Path, *, gguf_file: str | None = None, **reading: Any) -> PretrainedConfig:
-    """The configuration of a dense model; its weights are not read and need not be there.
-
-    Args:
-        source: a folder with config.json, or a hub id.
-        gguf_file: a GGUF file inside of it, whose header has the configuration.
-        reading: revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
+def dense_config(model: str | Path | ModelSource) -> PretrainedConfig:
+    """Return the configuration of a dense model; its weights are not read and may be missing.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
         UnsupportedModelError: a family that pyprune does not know, or a model that was cut to unequal sizes.
     """
-    from pyprune.checkpoint.damage import actionable
-    from pyprune.checkpoint.load import config_of, model_without_weights
-    from pyprune.checkpoint.plausible import read_config
-
-    text = str(source)
-    if gguf_file is not None:
-        return model_without_weights(text, gguf_file=gguf_file, **reading).config
-    if os.path.isdir(text):
-        read_config(Path(text))
-    elif text.count("/") != 1 or text.startswith((".", "/", "~")):
-        raise CheckpointError(f"{text!r} is neither a folder nor a hub id of the form owner/name.")
-    with actionable(text):
-        config: PretrainedConfig = config_of(text, **reading)
+    config = ModelSource.of(model).config
     family_for(config)
     return config
 

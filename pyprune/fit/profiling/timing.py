@@ -11,11 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.checkpoint.load import ModelSource, Reading
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
@@ -116,13 +116,15 @@ class ProfileOptions:
             raise ConfigError(found)
 
 
-def take_profile(source: str | Path, options: ProfileOptions | None = None, **reading: Any) -> Profile:
+def take_profile(
+    model: str | Path | ModelSource, options: ProfileOptions | None = None, **reading: Unpack[Reading]
+) -> Profile:
     """Measure what models of a model's family and sizes cost on this machine.
 
     Args:
-        source: folder with config.json or hub id of a dense model; weights are not read (llamacpp needs its tokenizer).
+        model: folder with config.json or hub id of a dense model; weights are not read (llamacpp needs its tokenizer).
         options: see :class:`ProfileOptions`.
-        reading: gguf_file, revision and trust_remote_code, as in :func:`pyprune.checkpoint.load.load_model`.
+        reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`pyprune.checkpoint.load.ModelSource`).
 
     Raises:
         ConfigError: invalid options, a device that is not there, or a workload beyond the model's context.
@@ -138,12 +140,12 @@ def take_profile(source: str | Path, options: ProfileOptions | None = None, **re
     if note:
         say(note, "yellow")
     dtype = _dtype(o.dtype, engine)
-    config = dense_config(source, **reading)
+    source = ModelSource.of(model, **reading)
+    config = dense_config(source)
     o = o.within(position_limit(config))
     o.validate()  # a model may read none of the default lengths
     _check_lengths(config, o.quantities)
-    known = {name: value for name, value in reading.items() if value is not None}
-    tokenizer = load_tokenizer(str(source), **known) if engine == "llamacpp" else None
+    tokenizer = source.tokenizer() if engine == "llamacpp" else None
     run = _Run(o, engine, dtype, config, tokenizer=tokenizer)
     with visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
         run.take(Path(work))

@@ -10,12 +10,13 @@ import pytest
 
 from bench.quality.ablation import main
 from bench.quality.ablation_cases import make_cases, parse_grid
+from pyprune import prune_
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
 from pyprune.quality.perplexity import evaluate_perplexity
 from pyprune.quality.tasks import evaluate_tasks
-from pyprune.run.prune import draw_samples, prune_
 from pyprune.run.recipe import build_config
+from pyprune.run.text import draw_samples
 from tests._support.models import tiny_model
 from tests._support.tasks import choice_task
 from tests._support.text import write_model, write_text

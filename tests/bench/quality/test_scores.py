@@ -14,13 +14,13 @@ from bench.quality.scores import RECORDS, _parser, main
 from bench.quality.scores_cases import TEXTS, Setting, choose_scorers, make_cases, scorers
 from bench.quality.scores_run import PROTOCOLS
 from bench.quality.scores_table import make_table, verdicts
+from pyprune import prune
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
 from pyprune.methods.registry import score_presets
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import evaluate_perplexity
-from pyprune.run.prune import prune
 from pyprune.run.recipe import build_config
 from pyprune.train.objective import Objective
 from tests._support.models import tiny_model

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune import make_plan, prune, prune_
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
@@ -20,8 +21,8 @@ from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.directions import principal_directions, stream_moment
 from pyprune.methods.registry import preset, read_config
 from pyprune.probe.energy import stream_energy
-from pyprune.run.prune import make_plan, prune, prune_
-from pyprune.run.recover import reconstruct_checkpoint, recover_checkpoint
+from pyprune.run.reconstruct import reconstruct_checkpoint
+from pyprune.run.recover import recover_checkpoint
 from pyprune.runtime import processes
 from tests._support.cli import run
 from tests._support.compare import assert_same_logits
@@ -39,7 +40,7 @@ def config(**changes: Any) -> PruneConfig:
 
 
 def samples(ids: Tensor = SAMPLES) -> dict[str, Tensor]:
-    return {"regularise": ids}
+    return {"data": ids}
 
 
 @torch.no_grad()
@@ -300,14 +301,14 @@ def test_the_command_writes_a_stock_checkpoint(pruned: Path, dense: Path) -> Non
 
 
 @pytest.mark.parametrize(("loaded", "last"), [
-    (True, "pyprune.run.stages.StageRun.train_after_the_cut"), (False, "pyprune.run.cut_on_disk.write_shards"),
+    (True, "pyprune.run.stages.Stages.train_after_the_cut"), (False, "pyprune.run.cut_on_disk.write_shards"),
 ])  # fmt: skip
 def test_an_interrupted_run_resumes_to_the_same_weights(
     loaded: bool, last: str, dense: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the cut in memory, and behind the one from file to file."""
     if loaded:
-        monkeypatch.setattr("pyprune.run.prune.why_loaded", lambda *_, **__: "In memory.")
+        monkeypatch.setattr("pyprune.run.prune.loading_reason", lambda *_, **__: "In memory.")
     settings = read_config(
         {
             **config(cut={"reconstruct": "least_squares"}, verify=True).to_dict(),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from pyprune import make_plan, prune_
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig, StageConfig
@@ -21,7 +22,6 @@ from pyprune.families import family_for
 from pyprune.methods.layers.laco.collapse import Collapsed, merge_, merge_at
 from pyprune.methods.registry import preset
 from pyprune.probe.streams import LayerRunner
-from pyprune.run.prune import make_plan, prune_
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.planted import layer_of
@@ -155,7 +155,7 @@ def test_the_search_is_the_algorithm_at_the_largest_threshold_that_reaches_the_r
 def test_the_cut_model_is_the_merged_one_and_not_the_plain_cut() -> None:
     dense = tiny_model(num_hidden_layers=LAYERS)
     model, plain = copy.deepcopy(dense), copy.deepcopy(dense)
-    result = prune_(model, {"regularise": samples()}, config())
+    result = prune_(model, {"data": samples()}, config())
     expected, _ = collapsed_literally(dense, 4, result.decision["layers"]["threshold"], 3, 1, 0)
     batch = tiny_batch(5)
     with torch.no_grad():
@@ -164,9 +164,9 @@ def test_the_cut_model_is_the_merged_one_and_not_the_plain_cut() -> None:
     assert any(note.startswith("LaCo merged layers") for note in result.notes)
     again = copy.deepcopy(dense)
     assert make_plan(again, samples(), config()) == result.plan
-    prune_(again, {"regularise": samples()}, config())
+    prune_(again, {"data": samples()}, config())
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    prune_(plain, {"regularise": samples()}, replace(preset("last"), ratio=0.5))
+    prune_(plain, {"data": samples()}, replace(preset("last"), ratio=0.5))
     with torch.no_grad():
         assert not torch.allclose(plain(input_ids=batch).logits, found, atol=1e-3)
 
@@ -176,7 +176,7 @@ def test_a_replayed_plan_is_cut_without_the_merge_and_says_so(tmp_path: Path) ->
     plan = make_plan(dense, samples(), config())
     (tmp_path / "plan.json").write_text(plan.to_json())
     model = copy.deepcopy(dense)
-    result = prune_(model, {"regularise": samples()}, replace(config(), plan=str(tmp_path / "plan.json")))
+    result = prune_(model, {"data": samples()}, replace(config(), plan=str(tmp_path / "plan.json")))
     assert any("replayed without what laco does to the weights" in warning for warning in result.warnings)
     kept = [layer_of(dense, i) for i in plan.kept_layers]
     for layer, source in zip(model.model.layers, kept, strict=True):
@@ -201,7 +201,7 @@ def test_refusals() -> None:
 def test_a_replayed_checkpoint_says_that_its_merges_are_not(tmp_path: Path) -> None:
     dense = tiny_model(num_hidden_layers=LAYERS)
     model = copy.deepcopy(dense)
-    result = prune_(model, {"regularise": samples()}, config())
+    result = prune_(model, {"data": samples()}, config())
     facts = {"method": "laco", "report": result.to_dict()}
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "merged", plan=result.plan, provenance=facts)
     replayed = PruneConfig(method="none", plan=str(tmp_path / "merged"), stages=StageConfig(before=()))

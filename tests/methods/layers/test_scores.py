@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune import prune_
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_, masked
@@ -24,7 +25,6 @@ from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import Unit, drop_units
 from pyprune.methods.registry import get_method, preset
 from pyprune.probe.streams import LayerRunner
-from pyprune.run.prune import prune_
 from pyprune.train.loop import train
 from pyprune.train.loss import causal_loss
 from tests._support.compare import assert_same_logits
@@ -246,7 +246,7 @@ def fitted_with_an_idle_unit(planted: int, unit: Unit) -> PreTrainedModel:
 @pytest.mark.parametrize("method", ["shortgpt", "sleb", "shortened_llama"])
 def test_only_the_unit_goes(method: str, unit: Unit) -> None:
     dense, model = tiny_model(), tiny_model()
-    result = prune_(model, {"regularise": samples()}, config(method, unit=unit))
+    result = prune_(model, {"data": samples()}, config(method, unit=unit))
     plan = result.plan
     gone = set(result.decision["layers"]["removed"])
     assert len(gone) == 2

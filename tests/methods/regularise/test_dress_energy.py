@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pyprune import prune
 from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import DataError, ScoreError
@@ -21,8 +22,7 @@ from pyprune.methods.regularise.dress import METHOD, DressOptions
 from pyprune.methods.regularise.dress import training as dress
 from pyprune.methods.regularise.dress.channels import select_channels
 from pyprune.probe.energy import stream_energy
-from pyprune.run.prune import prune
-from pyprune.run.stages import wanted_text
+from pyprune.run.text import text_configs
 from tests._support.models import one_of_each, tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 
@@ -153,4 +153,4 @@ def test_an_interrupted_run_resumes_with_the_channels_it_chose(tmp_path: Path, m
 @pytest.mark.parametrize(("select", "reads"), [("energy", True), ("last", False), ("scored", False)])
 def test_text_is_drawn_only_for_a_choice_that_reads_it(select: str, reads: bool) -> None:
     untrained = {"method": "dress", "stages": {"before": []}, "dress": {"select": select}}
-    assert bool(wanted_text(read_config(untrained))) == reads
+    assert bool(text_configs(read_config(untrained))) == reads

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from pyprune import prune, prune_
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cli.app import app
@@ -20,7 +21,6 @@ from pyprune.config.run import PruneConfig
 from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
-from pyprune.run.prune import prune, prune_
 from pyprune.run.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits

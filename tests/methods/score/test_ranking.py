@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
+from pyprune import make_plan
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, family_for, parameter_shapes, parameters_after
 from pyprune.methods.base import PlanDecision, PlanRequest
 from pyprune.methods.registry import get_method, read_config
 from pyprune.methods.score.base import Scoring, decide_by_scores, make_ranking
 from pyprune.methods.score.random import RandomOptions
-from pyprune.run.prune import make_plan
 from pyprune.run.recipe import build_config
 from tests._support.models import TINY, tiny_batch, tiny_model
 from tests._support.paths import REPO

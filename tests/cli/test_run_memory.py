@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.run.memory import Source, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
+from pyprune.run.memory import TrainedModels, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
 from pyprune.run.recipe import build_config
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
@@ -58,7 +58,7 @@ def test_a_dry_run_says_what_the_training_would_hold(checkpoint: Path, text: Pat
 def test_auto_means_the_same_where_nothing_is_looked_at(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on with more processes, or on another machine, has the options that it began with."""
     config = build_config(options={"method": "elder"})
-    source = Source(checkpoint, {})
+    source = TrainedModels(ModelSource.of(checkpoint))
     found = []
     for size in (2**50, 2**28):
         device_of(size, monkeypatch)
@@ -154,7 +154,7 @@ def test_a_recovery_is_looked_at_too(
 def test_a_dry_run_of_a_recovery_says_what_it_would_hold_and_does_nothing(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.run.recover.load_model", None)
+    monkeypatch.setattr("pyprune.checkpoint.load.ModelSource.load", None)
     command = ["recover", checkpoint, "--dry-run", "--set", f"data.source={text}", "--set", "data.sequence_length=16"]
     before = sorted(tmp_path.rglob("*"))
     for more in ([], ["--out", tmp_path / "out"], ["--teacher", checkpoint]):
@@ -191,22 +191,22 @@ def test_a_small_run_says_in_one_line_what_it_holds_at_most(
 ) -> None:
     """The line is no table, and no training of the run holds more."""
     device_of(2**50, monkeypatch)
-    shapes = Source.shapes
+    shapes = ModelSource.shapes
 
-    def with_attention(source: Source, dtype: str) -> Any:
+    def with_attention(source: ModelSource, dtype: str = "float32") -> Any:
         model = shapes(source, dtype)
         model.set_attn_implementation(attention)
         model.config.max_position_embeddings = 512
         return model
 
-    monkeypatch.setattr(Source, "shapes", with_attention)
+    monkeypatch.setattr(ModelSource, "shapes", with_attention)
     config = build_config(options={"method": "elder", "device": "cpu"}, settings=settings)
-    within_memory(Source(checkpoint, {}), config)
+    within_memory(TrainedModels(ModelSource.of(checkpoint)), config)
     (line,) = capsys.readouterr().err.splitlines()
     assert "Memory at the peak: at most about" in line
     assert "of 1048576.00 GiB on cpu" in line
-    estimate = _estimate(Source(checkpoint, {}), Source(checkpoint, {}).shapes("float32"), config)
-    _, found = memory_of(Source(checkpoint, {}), config, torch.device("cpu"), 2**50)
+    estimate = _estimate(TrainedModels(ModelSource.of(checkpoint)), ModelSource.of(checkpoint).shapes(), config)
+    _, found = memory_of(TrainedModels(ModelSource.of(checkpoint)), config, torch.device("cpu"), 2**50)
     assert all(memory.total <= estimate for _, memory in found)
 
 
@@ -228,17 +228,17 @@ def test_the_7b_recipes_fit_on_one_gpu(
     """LLaMA-2's shapes on 76 GiB, from the recipe as it is shipped; of 13B as docs/training.md says."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    def shapes(source: Source, dtype: str) -> object:
+    def shapes(source: ModelSource, dtype: str = "float32") -> object:
         sizes = LlamaConfig(vocab_size=32000, **SIZES[size])
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(sizes, dtype=getattr(torch, dtype))
 
-    monkeypatch.setattr(Source, "shapes", shapes)
+    monkeypatch.setattr(ModelSource, "shapes", shapes)
     monkeypatch.setattr("pyprune.run.memory.resolve_device", lambda name: torch.device("cuda"))
     device_of(76 * 2**30, monkeypatch)
     path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{recipe}.yaml"
     config = build_config(preset=None, recovery=None, recipe=path, options={}, settings=settings)
-    found = within_memory(Source("llama", {}), config)  # refuses what does not fit
+    found = within_memory(TrainedModels(ModelSource("llama")), config)  # refuses what does not fit
     regularised = [t for t in found.trainings() if t.action == "regularise"]
     assert all(t.train.memory == "lean" for t in regularised)
     assert found.dtype == ("bfloat16" if regularised else "float32")
@@ -250,7 +250,7 @@ def test_every_training_is_looked_at_with_its_own_text(checkpoint: Path) -> None
         method="magnitude", device="cpu", finetune=train, stages=StageConfig(("finetune",), after=("finetune",)),
         data=DataConfig("wikitext2", sequence_length=16), recovery_data=DataConfig("wikitext2", sequence_length=128),
     )  # fmt: skip
-    _, found = memory_of(Source(checkpoint, {}), config, torch.device("cpu"), 2**40)
+    _, found = memory_of(TrainedModels(ModelSource.of(checkpoint)), config, torch.device("cpu"), 2**40)
     assert [memory.length for _, memory in found] == [16, 128]
     assert found[1][1].activations > 2 * found[0][1].activations
 
@@ -262,7 +262,7 @@ def test_lean_means_bfloat16_weights_also_for_a_small_model_and_for_adapters(che
             method="magnitude", device="cpu", recover=RecoverConfig(adapters=adapters, train=lean),
             stages=StageConfig((), after=("recover",)), data=DataConfig("wikitext2", sequence_length=16),
         )  # fmt: skip
-        assert within_memory(Source(checkpoint, {}), config).dtype == "bfloat16"
+        assert within_memory(TrainedModels(ModelSource.of(checkpoint)), config).dtype == "bfloat16"
 
 
 def test_trainings_of_the_same_weights_that_differ_in_memory_are_refused() -> None:
@@ -280,8 +280,8 @@ def test_a_model_that_fills_half_of_a_device_is_on_the_host(checkpoint: Path, mo
     monkeypatch.setattr("pyprune.runtime.device._agreed", None)  # comes back
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "on_this_machine", lambda: 2)  # and share its memory
-    source, config = Source(checkpoint, {}), PruneConfig(method="magnitude", device="cpu")
-    weights = sum(p.nbytes for p in source.shapes("float32").parameters())
+    source, config = TrainedModels(ModelSource.of(checkpoint)), PruneConfig(method="magnitude", device="cpu")
+    weights = sum(p.nbytes for p in source.model.shapes().parameters())
     on_host = Division(torch.device("cpu"), "first")
     for size, expected in ((4 * weights, Division()), (4 * weights - 64, on_host)):
         device_of(size, monkeypatch)
@@ -308,7 +308,7 @@ def test_processes_that_divide_a_model_on_the_host_divide_its_teacher(
     config = build_config(options={"method": "elder"})
     device = torch.device("cpu")
     held = [
-        memory_of(Source(checkpoint, {}, on_host=on_host), config, device, 2**40)[1][-1][1].teacher
+        memory_of(TrainedModels(ModelSource.of(checkpoint), on_host=on_host), config, device, 2**40)[1][-1][1].teacher
         for on_host in (False, True)
     ]
     assert held[1] < held[0]

@@ -1,0 +1,193 @@
+"""Configurations of checkpoints: read, and compared with the weight files before anything is built from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.utils.hub import cached_file
+
+import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
+from pyprune.checkpoint.damage import actionable, named, read_mapping
+from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
+from pyprune.checkpoint.gguf_config import check_architecture, complete_config
+from pyprune.checkpoint.plausible import (
+    CONFIG,
+    check_config,
+    check_layers,
+    check_parameters,
+    is_exported_quantisation,
+    read_config,
+    refuse_adapter,
+    stored_elements,
+)
+from pyprune.checkpoint.record import has_record, read_pruning_json
+from pyprune.checkpoint.shards import TensorFiles, has_safetensors
+from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
+from pyprune.families import all_families, parameter_shapes
+from pyprune.modeling.configuration import config_with_sizes_per_layer, has_sizes_per_layer
+
+GENERATION = "generation_config.json"
+QUANTISED_PER_ELEMENT = 8
+"""Weights in a stored element of a quantised checkpoint, at most: eight of 4 bits in a word of 32."""
+
+
+def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
+    """The configuration of a local checkpoint, compared with its weight files, and the shapes it asks for.
+
+    Returns:
+        (configuration, parameter name -> shape). A tied head has no entry; one that is stored with other values than
+        the embedding is not tied, whatever config.json says.
+
+    Raises:
+        CheckpointError: config.json or the weight files are damaged, or they do not belong together.
+        UnsupportedModelError: a model type that pyprune does not know.
+    """
+    source = str(folder)
+    refuse_adapter(Path(folder))
+    with actionable(source):
+        config, model = checked_config(source, {"trust_remote_code": False})
+        if config.tie_word_embeddings and _has_own_head(Path(folder), config):
+            config.tie_word_embeddings = False
+        elif config.tie_word_embeddings:
+            model.tie_weights()
+        return config, parameter_shapes(model)
+
+
+def _has_own_head(folder: Path, config: PretrainedConfig) -> bool:
+    """Whether a folder's safetensors hold a head with other values than the embedding."""
+    if not has_safetensors(folder):
+        return False
+    rows = all_families()[str(config.model_type).removeprefix("pruned_")].rows
+    vocabulary = [row for row in rows if row.axes == ("vocab", "hidden")]
+    files, found = TensorFiles(folder), {}
+    for name in files.names():
+        for row in vocabulary:
+            if row.regex.match(name) or row.regex.match(f"model.{name}"):  # the decoder alone may be stored
+                found[row.role] = name
+    if len(found) < 2:
+        return False
+    head = files.read(found["head"])
+    return not torch.equal(head, files.read(found["embedding"]).to(head.dtype))
+
+
+def read_generation_config(folder: str | Path) -> GenerationConfig | None:
+    """generation_config.json of a local checkpoint, or None where it has none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if not os.path.isfile(os.path.join(folder, GENERATION)):
+        return None
+    with actionable(str(folder)):
+        return GenerationConfig.from_pretrained(folder)
+
+
+def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> tuple[PretrainedConfig, Any]:
+    """The configuration, compared with what pyprune knows and, of a local folder, with what its weight files hold.
+
+    Returns:
+        (configuration, the model on the meta device; None of a hub id, and where the checkpoint brings its own code).
+    """
+    local = os.path.isdir(source)
+    raw = checked_values(source, options, quantised=quantised)
+    tensors, elements = stored_elements(Path(source)) if local else (0, 0)
+    if local:
+        check_layers(raw.get("num_hidden_layers"), tensors, source)
+    if is_exported_quantisation(raw):
+        elements *= QUANTISED_PER_ELEMENT
+    config = config_of(source, **options)
+    check_model_type(config.model_type)
+    if not local or options["trust_remote_code"]:
+        return config, None
+    return config, check_parameters(config, elements, source)
+
+
+def checked_values(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> Mapping[str, Any]:
+    """config.json as plain data, of a known model type and with sizes that a model may have."""
+    local = os.path.isdir(source)
+    raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
+    _refuse_wrapper(raw, source)
+    if raw.get("model_type") is not None:
+        check_model_type(raw["model_type"])
+    check_config(raw, source, quantised=quantised)
+    return raw
+
+
+def read_gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration in a GGUF file whose lengths, counts and tensors have been compared with the file."""
+    local = os.path.isdir(source)
+    path = os.path.join(source, gguf_file) if local else cached_file(source, gguf_file, revision=options["revision"])
+    header: GgufHeader = read_gguf_header(Path(str(path)))
+    check_architecture(header, all_families())
+    config: PretrainedConfig = AutoConfig.from_pretrained(source, **options)
+    check_model_type(config.model_type)
+    where = os.path.join(source, gguf_file)
+    complete_config(config, header)
+    check_config(config.to_dict(), where)
+    refuse_unused(header, check_parameters(config, header.elements, where))
+    return config
+
+
+def config_of(source: str, **options: Any) -> Any:
+    """The configuration of a folder or hub id; with ``per_layer_config``, that of the pruned architecture.
+
+    Args:
+        source: folder or hub id.
+        options: revision and trust_remote_code.
+
+    Raises:
+        ValueError: config.json holds a value of the wrong kind, or sizes per layer that the architecture has not.
+    """
+    try:
+        values, _ = PretrainedConfig.get_config_dict(source, **options)
+        if has_sizes_per_layer(values):
+            return config_with_sizes_per_layer(values)
+        return AutoConfig.from_pretrained(source, **options)
+    except (AttributeError, TypeError) as error:
+        # Only config.json is read here: this is what Transformers makes of a list where a mapping belongs.
+        raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
+
+
+def is_folder(source: str) -> bool:
+    """Whether a checkpoint is a local folder; what is neither that nor may be a hub id is refused."""
+    if os.path.isdir(source):
+        return True
+    if os.path.isabs(source) or source.startswith(("./", "../")) or os.path.lexists(source):
+        raise CheckpointError(f"{named(source)} is not a folder. Give a checkpoint folder or a hub id.")
+    return False
+
+
+def check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
+    """Refuse a folder that is no checkpoint: without config.json or the GGUF file, with an adapter, or damaged."""
+    refuse_adapter(folder)
+    if gguf_file is not None and not os.path.isfile(folder / gguf_file):
+        raise CheckpointError(f"{folder} has no file {shown(gguf_file)}.")
+    if gguf_file is None and not os.path.isfile(folder / CONFIG):
+        raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
+    if os.path.isfile(folder / GENERATION):
+        read_mapping(folder / GENERATION)  # Transformers leaves a damaged one out in silence
+    if has_record(folder):
+        read_pruning_json(folder, verify_files=verify)
+
+
+def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
+    """Say of a text model with a tower beside it what it is; neither its type nor its names are those of its text."""
+    text = raw.get("text_config")
+    if isinstance(text, Mapping):
+        towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))
+        raise UnsupportedModelError(
+            f"{named(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
+            "pruned. Load it with Transformers, save its language_model and text_config as a checkpoint, and give that."
+        )
+
+
+def check_model_type(name: Any) -> None:
+    """Refuse a model type without a table of axes, and name the nearest one that has one."""
+    known = set(all_families()) | {f"pruned_{family}" for family in all_families()}
+    if not isinstance(name, str) or name not in known:
+        raise UnsupportedModelError(did_you_mean(str(name)[:80], all_families(), "model type"))
