@@ -45,7 +45,7 @@ from pyprune.runtime.records import append_jsonl
 from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import median
 from pyprune.train.loop import train
-from pyprune.train.lora import adapted
+from pyprune.train.lora import recovery_model
 from pyprune.train.memory import PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
@@ -170,7 +170,7 @@ def _gates_of_seventy(count: int, config: TrainConfig, number: int) -> TrainingM
 def _recovery_of_seventy(recover: RecoverConfig, number: int, place: str = "shares") -> TrainingMemory:
     model, teacher = _seventy(torch.bfloat16), _seventy(torch.bfloat16) if recover.distill else None
     objective = recovery_objective(model, recover, teacher=teacher)
-    with torch.device("meta"), adapted(model, recover) as trained:
+    with torch.device("meta"), recovery_model(model, recover) as trained:
         shared = {**_shared(number), "teacher_in": place}
         return training_memory(trained, recover.train, objective, 2048, teacher=teacher, **shared)
 

@@ -80,7 +80,7 @@ from pyprune.serving.stats import mad, median
 from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import to_bfloat16
 from pyprune.train.loop import _Run
-from pyprune.train.lora import adapted
+from pyprune.train.lora import recovery_model
 from pyprune.train.memory import training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
@@ -178,7 +178,7 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[St
     model = options.dense.copy(torch.bfloat16 if name in (LEAN, PLAIN_NARROW) else torch.float32)
     teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
     recover = _recover(name, form, options.batch)
-    with adapted(model, recover) as trained:
+    with recovery_model(model, recover) as trained:
         make = _plain if name in (PLAIN, PLAIN_NARROW) else _ours
         with (
             compiled_layers(trained, recover.train),
@@ -241,7 +241,7 @@ def predicted_peak(name: str, form: Form, options: argparse.Namespace) -> int | 
     with torch.device("meta"):
         model, other = (AutoModelForCausalLM.from_config(copy.deepcopy(dense.config), dtype=dtype) for dtype in dtypes)
     teacher = other if form == "distil" else None
-    with adapted(model, recover) as trained:
+    with recovery_model(model, recover) as trained:
         objective = _objective(form, model, teacher, recover)
         config, length = recover.train, options.length
         return training_memory(trained, config, objective, length, device=dense.device, teacher=teacher).total
@@ -532,7 +532,7 @@ def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
     train = replace(preset.train, learning_rate=RATE, dtype="bfloat16", memory="full", steps=100_000)
     batch = _records(file, tokenizer)[: train.batch_size]
     cases, counts = [], []
-    with adapted(dense.copy(torch.float32), preset) as model:
+    with recovery_model(dense.copy(torch.float32), preset) as model:
         ways: list[tuple[str, Whole, int]] = [(f"{n} records", Whole(model), n) for n in RECORDS_IN_A_PASS]
         ways += [(f"{n} tokens", _SplitByTokens(model, n), 1) for n in TOKENS_IN_A_PASS]
         for name, whole, size in ways:

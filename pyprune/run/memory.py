@@ -28,7 +28,7 @@ from pyprune.runtime.processes import Division
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.report import Table, markdown_table
 from pyprune.train.compiled import check_compiler
-from pyprune.train.lora import adapted
+from pyprune.train.lora import recovery_model
 from pyprune.train.memory import FUSED, PARTS, TrainingMemory, training_memory
 from pyprune.train.objective import Objective
 from pyprune.train.recover import recovery_objective
@@ -359,7 +359,7 @@ class MemoryEstimator:
         if training.action == "recover":
             recover = replace(config.recover, train=training.train)
             objective = recovery_objective(model, recover, teacher=teacher, plan=self.models.plan)
-            with adapted(model, recover) as trained:
+            with recovery_model(model, recover) as trained:
                 yield trained, objective
         elif training.action == "regularise" and isinstance(config, PruneConfig):
             yield model, _of_method(get_method(config.method).objective, model, config)

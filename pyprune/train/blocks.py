@@ -1,7 +1,7 @@
-"""Moments in 8 bits for parts that are cut elsewhere than those that wrote them.
+"""Moments in 8 bits for parts that are divided otherwise than the written ones.
 
 A block is 128 elements of a part, in the order of its memory, so that a part of another size has other blocks. One
-moment at a time, the written parts that overlap this process's are decoded, what it holds is taken from them, and
+moment at a time, the written parts that overlap this process's are decoded, its positions are taken from them, and
 encoded again, rounded to nearest. A block of the same elements keeps its bits.
 """
 
@@ -20,22 +20,22 @@ from pyprune.ops.regularised_adamw import decoded, encoded
 
 CODES = "_codes"
 ENDS = (CODES, "_scale")
-"""What the two entries of a moment in 8 bits end in."""
+"""Ends of the names of a moment's two entries in 8 bits."""
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 Box = tuple[range, ...]
-"""What a part holds of a tensor: positions along each dimension."""
+"""Positions that a part holds, along each dimension of a tensor."""
 Read = Callable[[int], Sequence[Tensor]]
 """(number of the part) -> its codes and scales."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What this process holds of a parameter.
+    """The part of a parameter that this process holds.
 
     Attributes:
         shape: of the whole parameter.
-        box: what is here of it.
+        box: the positions that are held.
     """
 
     shape: torch.Size
@@ -43,35 +43,35 @@ class Place:
 
     @staticmethod
     def whole(shape: torch.Size) -> Place:
-        """All of a parameter."""
+        """Return the place of a whole parameter."""
         return Place(shape, _all_of(shape))
 
     @staticmethod
     def piece(shape: torch.Size, dim: int, number: int, count: int) -> Place:
-        """One of ``count`` pieces along a dimension, as ``torch.chunk`` makes them; what is missing is empty."""
+        """Return one of ``count`` pieces along a dimension, by ``torch.chunk`` (a missing one is empty)."""
         size = -(-shape[dim] // count)
         start, stop = (min(shape[dim], n * size) for n in (number, number + 1))
         return Place(shape, (*_all_of(shape[:dim]), range(start, stop), *_all_of(shape[dim + 1 :])))
 
 
 Places = Callable[[int], Place]
-"""Position of a parameter in the optimizer -> what this process holds of it."""
+"""Position of a parameter in the optimizer -> the part of it that this process holds."""
 
 
 def recut(moment: str, shapes: Sequence[torch.Size], read: Read, places: Places) -> dict[str, Tensor]:
-    """A moment's blocks for what this process holds.
+    """Return a moment's blocks for the part that this process holds.
 
     Args:
         moment: its name in a state, such as ``0.exp_avg``.
         shapes: of the parts that were written, in the order of the processes that wrote them.
-        read: gives one of them; called for those that overlap what this process holds, one after another.
-        places: what this process holds of each parameter.
+        read: gives one of them; called for each that overlaps the part of this process, one after another.
+        places: the part of each parameter that this process holds.
 
     Returns:
-        The moment's entries: codes uint8, of the shape that this process holds, and scales float32, one for each 128.
+        The moment's entries: codes uint8, of the shape of this process's part, and scales float32, one for each 128.
 
     Raises:
-        CheckpointError: the parts are none of this parameter.
+        CheckpointError: the parts do not belong to this parameter.
     """
     position, _, kind = moment.partition(".")
     place = places(int(position))
@@ -85,12 +85,12 @@ def recut(moment: str, shapes: Sequence[torch.Size], read: Read, places: Places)
 
 
 def recut_whole(entries: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:
-    """The same of all moments in 8 bits of a state that one process wrote; entries of other kinds are left out."""
-    found: dict[str, Tensor] = {}
+    """Recut all moments in 8 bits of a state that one process wrote; entries of other kinds are left out."""
+    blocks: dict[str, Tensor] = {}
     for moment in (key.removesuffix(CODES) for key in entries if key.endswith(CODES)):
         written = [entries[moment + end] for end in ENDS]
-        found |= recut(moment, [written[0].shape], partial(_same, written), places)
-    return found
+        blocks |= recut(moment, [written[0].shape], partial(_same, written), places)
+    return blocks
 
 
 def _same(written: Sequence[Tensor], _: int) -> Sequence[Tensor]:
@@ -98,7 +98,7 @@ def _same(written: Sequence[Tensor], _: int) -> Sequence[Tensor]:
 
 
 def _boxes(moment: str, shapes: Sequence[torch.Size], whole: torch.Size) -> list[Box]:
-    """What each written part held: they follow each other along the one dimension that was divided."""
+    """Return the box of each written part: they follow each other along the one dimension that was divided."""
     if all(shape == whole for shape in shapes):  # every process had all of it, the same
         return [_all_of(whole)]
     for dim, size in enumerate(whole):
@@ -118,5 +118,5 @@ def _all_of(shape: Sequence[int]) -> Box:
 
 
 def _inside(box: Box, common: Sequence[range]) -> tuple[slice, ...]:
-    """Where ranges of the whole tensor lie in a part."""
+    """Return the slices of a part that hold ranges of the whole tensor."""
     return tuple(slice(c.start - b.start, c.stop - b.start) for b, c in zip(box, common, strict=True))

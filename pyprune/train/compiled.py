@@ -23,17 +23,17 @@ FORMS_OF_A_LAYER = 4
 
 @contextmanager
 def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
-    """In the block, every decoder layer runs compiled where its gradients are wanted; does nothing without ``compile``.
+    """Run every decoder layer compiled in the block, if its gradients are needed; does nothing without ``compile``.
 
-    Each layer is compiled by itself, so that layers of equal sizes share one result and hooks stay outside of it. A
-    pass without gradients (a validation) runs as it is, instead of being compiled for itself.
+    Each layer is compiled alone, so that layers of equal sizes share one result and hooks stay outside of it. A pass
+    without gradients (a validation) is not compiled.
 
     Args:
         model: a causal LM, with adapters or without, whose layers are :func:`~pyprune.families.decoder_layers`.
-        config: whose ``compile`` says whether.
+        config: with ``compile`` on or off.
 
     Raises:
-        ConfigError: torch.compile does not work here, or the model has no decoder layers that are known.
+        ConfigError: torch.compile does not work here, or the decoder layers of the model are unknown.
     """
     if not config.compile:
         yield
@@ -49,17 +49,17 @@ def compiled_layers(model: nn.Module, config: TrainConfig) -> Iterator[None]:
         return
     check_compiler(next(model.parameters()).device)
     layers = decoder_layers(base)
-    # Layers of one class share two limits, of what is kept and of all that was compiled; each unequal one is compiled.
+    # Layers of one class share two limits, of kept and of all compilations; each unequal layer is compiled.
     limits, forms = torch._dynamo.config, FORMS_OF_A_LAYER * len(layers)
     room = {
         "recompile_limit": max(limits.recompile_limit, forms),
         "accumulated_recompile_limit": max(limits.accumulated_recompile_limit, 10 * forms),
     }
-    with limits.patch(room), replaced_forwards({layer: _with_gradients(layer.forward) for layer in layers}):
+    with limits.patch(room), replaced_forwards({layer: _compile_for_gradients(layer.forward) for layer in layers}):
         yield
 
 
-def _with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_for_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,10 @@ def _with_gradients(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile something small, for runs that come to their first training after long work.
+    """Compile a small function, to fail before the long work in front of a first training.
 
     Raises:
-        ConfigError: torch.compile does not work on the device; the message says what it needs.
+        ConfigError: torch.compile does not work on the device; the message names the requirement.
     """
     try:
         torch.compile(_small)(torch.ones(2, device=device))

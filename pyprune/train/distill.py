@@ -5,18 +5,18 @@ Two signals, both at the positions whose next token counts (the prompt of an ins
 * the distribution of the next token, temperature^2 KL(teacher || student) (Hinton, Vinyals and Dean, "Distilling the
   Knowledge in a Neural Network", 2015, section 2). Logits are made chunk by chunk and their gradient is taken at once,
   so that neither model's [B, T, V] ever exists;
-* the residual stream x after every kept layer. What follows the student's layer j in the dense model reads the stream
-  after its layer k_j: the last one before the student's next layer, so that a layer stands for those that were removed
-  behind it, as a reconstruction of the cut and LaCo's merged layers have it. The student's channels are the kept ones
-  C, and the cut scales its stream by s (:func:`pyprune.families.scale.stream_scale`), so
+* the residual stream x after every kept layer. The student's layer j is compared with the dense layer k_j, the last one
+  before the student's next layer. So a layer stands for the removed ones after it, as in a reconstruction of the cut
+  and in LaCo's merged layers. The student has the kept channels C, and the cut scales its stream by s
+  (:func:`pyprune.families.scale.stream_scale`), so
 
       D = mean over j and tokens of |x_j - s x^teacher_{k_j}[C]|^2 / |s x^teacher_{k_j}[C]|^2.
 
-  Layers before one without attention are left out, unless its MLP stands beside it: what follows them reads the middle
-  of a dense layer.
+  Layers before one without attention are left out, unless attention and MLP write at the same point: the next part
+  reads the middle of a dense layer.
 
-  Relative per token, because the size of the stream differs by orders of magnitude between layers and tokens. Where
-  LayerNorm is cut through the gauge, the teacher's mean over C is taken out first, as the cut did for the student.
+  It is relative per token, because the size of the stream differs by orders of magnitude between layers and tokens. If
+  LayerNorm is cut through the gauge, the teacher's mean over C is subtracted first, as the cut did for the student.
 
 An unpruned copy of the teacher has exactly zero of both.
 """
@@ -39,10 +39,10 @@ from pyprune.families.scale import stream_scale
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.probe.streams import parts_of
-from pyprune.train.head import at_rows, causal_lm, last_hidden, logits_of, output_head, picked
+from pyprune.train.head import causal_lm, last_hidden, logits_of, output_head, select_positions, select_rows
 from pyprune.train.loss import distillation_loss
 from pyprune.train.objective import LossTerms
-from pyprune.train.sharded import release, to_read, within
+from pyprune.train.sharded import model_to_read, release, run_within
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(rows of the hidden states [n, H], which rows they are) -> (sum to minimise, sums to report [k])."""
@@ -55,7 +55,7 @@ class Distillation:
         student: the model to train; dense, or cut to ``plan``.
         teacher: the dense model, any dtype and device; it is only read.
         config: weights and temperature.
-        plan: what stayed of the teacher in the student; None when nothing was cut. Only the hidden states need it.
+        plan: of the cut from the teacher to the student; None = nothing was cut. Only the hidden states need it.
 
     Raises:
         ConfigError: the two models do not belong together, or share weights.
@@ -72,7 +72,7 @@ class Distillation:
         self.teacher = teacher
         self.config = config
         self.was_training = teacher.training
-        self.read = teacher  # or a copy that is divided
+        self.read = teacher  # or a sharded copy
         self.hooks: list[LayerHooks] = []
         self.listening = False
         self.student_stream: dict[int, Tensor] = {}
@@ -82,7 +82,7 @@ class Distillation:
         self.view = _StreamView(student, teacher, plan) if config.hidden else None
 
     def run_facts(self) -> dict[str, Any]:
-        """Options and teacher, which a resumed run must share; the teacher by the SHA-256 of its vectors."""
+        """Return options and teacher, which a resumed run must share; the teacher by the SHA-256 of its vectors."""
         digest = hashlib.sha256()
         for parameter in self.teacher.parameters():
             if parameter.ndim == 1:
@@ -98,10 +98,10 @@ class Distillation:
         }
 
     def start(self, student: nn.Module) -> None:
-        """Put the teacher into eval mode, divide it if it can be, and listen to both residual streams."""
+        """Put the teacher into eval mode, shard it if possible, and listen to both residual streams."""
         self.was_training = self.teacher.training
         self.teacher.eval()
-        self.read = to_read(self.teacher)
+        self.read = model_to_read(self.teacher)
         if self.view is None:
             return
         layers = decoder_layers(cast(PreTrainedModel, causal_lm(student)))
@@ -125,20 +125,20 @@ class Distillation:
             self.student_stream[index] = after
 
     def _hear_teacher(self, index: int, before: Tensor, after: Tensor) -> None:
-        self.teacher_stream[index] = at_rows(after, self.rows)
+        self.teacher_stream[index] = select_positions(after, self.rows)
 
     def terms(self, student: nn.Module, batch: Batch) -> LossTerms:
-        """The loss of one micro batch; ``lm`` is the language-model loss, for the report."""
-        # Looked for once: a mask would be searched anew for every layer of both streams.
+        """Return the loss of one micro batch; ``lm`` is the language-model loss, for the report."""
+        # Computed once: a mask would be searched again for every layer of both streams.
         self.rows = batch.predicting_rows()
         base = cast(PreTrainedModel, causal_lm(student))
         self.listening = True
-        states = at_rows(last_hidden(base, batch.inputs), self.rows)
+        states = select_positions(last_hidden(base, batch.inputs), self.rows)
         self.listening = False
         with torch.no_grad():
-            expected = at_rows(within(self.read, lambda: self._read_states(batch.inputs)), self.rows)
-        targets = picked(batch.targets.flatten(), self.rows)
-        total, sums = _in_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
+            expected = select_positions(run_within(self.read, lambda: self._read_states(batch.inputs)), self.rows)
+        targets = select_rows(batch.targets.flatten(), self.rows)
+        total, sums = _sum_chunks(self._logit_loss(base, expected, targets), states, base, self.config.chunk)
         count = max(1, len(targets))
         cross_entropy, divergence = sums[0] / count, sums[1] / count
         total, parts = total / count, {"kl": divergence}
@@ -149,11 +149,11 @@ class Distillation:
         return LossTerms(cross_entropy, total=total, parts=parts)
 
     def _read_states(self, inputs: Tensor) -> Tensor:
-        """What the teacher's head reads, [B, T, H]."""
+        """Return the input of the teacher's head, [B, T, H]."""
         return last_hidden(self.read, inputs.to(self.read.device))
 
     def _logit_loss(self, student: PreTrainedModel, expected: Tensor, targets: Tensor) -> ChunkLoss:
-        """(1 - alpha) CE + alpha temperature^2 KL of some rows, and the sums of CE and KL for the report."""
+        """Make the loss (1 - alpha) CE + alpha temperature^2 KL of rows; it also sums CE and KL for the report."""
         alpha, temperature = self.config.alpha, self.config.temperature
 
         def loss(states: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -164,35 +164,35 @@ class Distillation:
         return loss
 
     def _stream_difference(self, view: _StreamView) -> Tensor:
-        """D of the module's docstring, a scalar."""
-        found = []
+        """Return D of the module's docstring, a scalar."""
+        differences = []
         for j, k in view.pairs:
-            own = at_rows(self.student_stream[j], self.rows).float()
-            expected = view.expected(self.teacher_stream[k].float()).to(own.device)
+            stream = select_positions(self.student_stream[j], self.rows).float()
+            expected = view.target(self.teacher_stream[k].float()).to(stream.device)
             size = expected.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            found.append(((own - expected).square().sum(-1) / size).sum() / max(1, len(own)))
+            differences.append(((stream - expected).square().sum(-1) / size).sum() / max(1, len(stream)))
         self.student_stream.clear()
         self.teacher_stream.clear()
-        return torch.stack(found).mean()
+        return torch.stack(differences).mean()
 
 
 class _StreamView:
-    """How the teacher's residual stream looks from inside the cut student.
+    """Maps the teacher's residual stream to that of the cut student.
 
     Attributes:
-        pairs: (the student's layer, the dense layer behind which its stream should be), in order.
+        pairs: (the student's layer, the dense layer after which the streams are compared), in order.
     """
 
     def __init__(self, student: PreTrainedModel, teacher: PreTrainedModel, plan: PrunePlan | None) -> None:
         family = family_for(teacher)
         plan = plan or family.plan(teacher.config)
         check_plan(plan, family, teacher.config)
-        have = (len(decoder_layers(student)), int(student.config.hidden_size))
-        wanted = (len(plan.layers), len(plan.hidden))
-        if have != wanted:
+        sizes = (len(decoder_layers(student)), int(student.config.hidden_size))
+        planned = (len(plan.layers), len(plan.hidden))
+        if sizes != planned:
             raise ConfigError(
-                f"distill.hidden compares residual streams, but the student has {have[0]} layers of hidden size "
-                f"{have[1]}, and what stayed of the teacher is {wanted[0]} layers of {wanted[1]} ({plan.summary()}). "
+                f"distill.hidden compares residual streams, but the student has {sizes[0]} layers of hidden size "
+                f"{sizes[1]}, and the plan keeps {planned[0]} layers of {planned[1]} ({plan.summary()}). "
                 "Give the plan that the student was cut to, or set distill.hidden to 0."
             )
         self.pairs = _pairs(family, plan)
@@ -200,8 +200,8 @@ class _StreamView:
         self.scale = stream_scale(family, plan, tied=bool(teacher.config.tie_word_embeddings))
         self.centred = self.kept is not None and family.gauges(teacher.config)
 
-    def expected(self, stream: Tensor) -> Tensor:
-        """Map the teacher's stream [N, H] to what the student's should be [N, H']."""
+    def target(self, stream: Tensor) -> Tensor:
+        """Map the teacher's stream [N, H] to the target of the student's [N, H']."""
         if self.kept is None:
             return stream
         kept = stream.index_select(-1, self.kept.to(stream.device))
@@ -211,7 +211,7 @@ class _StreamView:
 
 
 def _pairs(family: Family, plan: PrunePlan) -> list[tuple[int, int]]:
-    """Which layers' streams are compared; see the module's docstring."""
+    """Return the layers whose streams are compared; see the module's docstring."""
     following = [*plan.layers[1:], None]
     side_by_side = len(parts_of(family, 0)) == 1
     return [
@@ -221,27 +221,27 @@ def _pairs(family: Family, plan: PrunePlan) -> list[tuple[int, int]]:
     ]
 
 
-class _InChunks(torch.autograd.Function):
+class _SumChunks(torch.autograd.Function):
     """A loss summed over chunks of rows; each chunk's gradient is taken before the next one is computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, loss: ChunkLoss, size: int, wanted: bool, states: Tensor, *weights: Tensor
+        ctx: Any, loss: ChunkLoss, size: int, differentiable: bool, states: Tensor, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         total, sums = states.new_zeros((), dtype=torch.float32), torch.zeros(2, device=states.device)
         gradient = torch.zeros_like(states)
         of_weights = [torch.zeros_like(w) for w in weights]
         for at in range(0, len(states), size):
             rows = slice(at, at + size)
-            with torch.set_grad_enabled(wanted):
-                piece = states[rows].detach().requires_grad_(wanted)
+            with torch.set_grad_enabled(differentiable):
+                piece = states[rows].detach().requires_grad_(differentiable)
                 value, reported = loss(piece, rows)
             total += value.detach()
             sums += reported
-            if wanted:
-                found = torch.autograd.grad(value, [piece, *weights])
-                gradient[rows] = found[0]
-                for sum_, part in zip(of_weights, found[1:], strict=True):
+            if differentiable:
+                pieces = torch.autograd.grad(value, [piece, *weights])
+                gradient[rows] = pieces[0]
+                for sum_, part in zip(of_weights, pieces[1:], strict=True):
                     sum_ += part
         ctx.save_for_backward(gradient, *of_weights)
         ctx.mark_non_differentiable(sums)
@@ -253,11 +253,11 @@ class _InChunks(torch.autograd.Function):
         return None, None, None, *(grad_total.to(g.dtype) * g for g in ctx.saved_tensors)
 
 
-def _in_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: int) -> tuple[Tensor, Tensor]:
+def _sum_chunks(loss: ChunkLoss, states: Tensor, student: PreTrainedModel, size: int) -> tuple[Tensor, Tensor]:
     """Sum ``loss`` over the rows of ``states`` [N, H], differentiable in them and in the student's head."""
-    wanted = torch.is_grad_enabled() and states.requires_grad
-    weights = [p for p in output_head(student).parameters() if p.requires_grad] if wanted else []
-    return cast(tuple[Tensor, Tensor], cast(Any, _InChunks).apply(loss, size, wanted, states, *weights))
+    differentiable = torch.is_grad_enabled() and states.requires_grad
+    weights = [p for p in output_head(student).parameters() if p.requires_grad] if differentiable else []
+    return cast(tuple[Tensor, Tensor], cast(Any, _SumChunks).apply(loss, size, differentiable, states, *weights))
 
 
 def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -266,8 +266,8 @@ def check_pair(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
     Raises:
         ConfigError: it shares weights with the student, or has another vocabulary.
     """
-    own = {id(p) for p in student.parameters()}
-    if any(id(p) in own for p in teacher.parameters()):
+    weights = {id(p) for p in student.parameters()}
+    if any(id(p) in weights for p in teacher.parameters()):
         raise ConfigError(
             "The teacher shares weights with the student, so it would change as the student learns. Load it again, "
             "or copy it (copy.deepcopy) before the cut."

@@ -1,4 +1,4 @@
-"""The two halves of a causal LM: the hidden states that its head reads, and the logits that it makes of them."""
+"""The two halves of a causal LM: the hidden states that its head reads, and the logits that it returns."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from transformers import PreTrainedModel
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel | None:
-    """The model itself, or the one inside PEFT's wrapper, whose layers hold the adapters; None for anything else."""
+    """Return the model itself, or the one inside PEFT's wrapper, with the adapters; None for anything else."""
     unwrap = getattr(model, "get_base_model", None)
-    found = unwrap() if unwrap is not None else model
-    return found if isinstance(found, PreTrainedModel) else None
+    base = unwrap() if unwrap is not None else model
+    return base if isinstance(base, PreTrainedModel) else None
 
 
 def last_hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
-    """What the head reads, [B, T, H], of token ids int64 [B, T]."""
+    """Return the head's input, [B, T, H], for token ids int64 [B, T]."""
     decoder = getattr(model, model.base_model_prefix)
     return cast(Tensor, decoder(input_ids=inputs, use_cache=False).last_hidden_state)
 
 
 def output_head(model: PreTrainedModel) -> nn.Module:
-    """The module that makes logits."""
+    """Return the module that computes logits."""
     return cast(nn.Module, model.get_output_embeddings())
 
 
 def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
-    """Logits [..., V] of hidden states [..., H], as the model's own forward makes them (Granite divides them)."""
+    """Return logits [..., V] of hidden states [..., H], scaled as in the model's own forward (Granite divides them)."""
     logits = cast(Tensor, output_head(model)(states))
     scale = getattr(model.config, "logits_scaling", None)
     logits = logits if scale is None else logits / scale
@@ -36,11 +36,11 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def at_rows(states: Tensor, rows: Tensor | None) -> Tensor:
-    """Some of the first T - 1 positions of states [B, T, H], [n, H]; None for all of them."""
-    return picked(states[:, :-1].flatten(0, 1), rows)
+def select_positions(states: Tensor, rows: Tensor | None) -> Tensor:
+    """Select rows [n, H] of the first T - 1 positions of states [B, T, H]; None for all of them."""
+    return select_rows(states[:, :-1].flatten(0, 1), rows)
 
 
-def picked(flat: Tensor, rows: Tensor | None) -> Tensor:
-    """Some rows of [B (T - 1), ...]; None for all of them."""
+def select_rows(flat: Tensor, rows: Tensor | None) -> Tensor:
+    """Select rows of [B (T - 1), ...]; None for all of them."""
     return flat if rows is None else flat.index_select(0, rows.to(flat.device))

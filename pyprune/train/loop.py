@@ -1,19 +1,19 @@
 """The one training loop. Fine-tuning, every regulariser, gate learning and LoRA recovery run through it.
 
-What differs between them is an :class:`Objective`; plain fine-tuning is the base class itself. One optimizer
-step is
+They differ in their :class:`Objective`; plain fine-tuning is the base class itself. One optimizer step minimises
 
-    loss = mean over the step's predicted tokens of -log p  +  the objective's penalties,
+    loss = mean over the step's predicted tokens of -log p  +  the objective's penalties.
 
-accumulated over micro batches with exact token weights, clipped, applied, and then handed to the objective
-(proximal map, shrinkage, gauge). Penalties on activations are part of the loss that is clipped; the gradient of a
-penalty on weights joins after the clipping, the same whether the optimizer adds it in its own pass or not.
+The loss is accumulated over micro batches with exact token weights. Its gradient is clipped and applied, and then the
+objective changes the weights (proximal map, shrinkage, gauge). Penalties on activations are part of the loss that is
+clipped. The gradient of a penalty on weights joins after the clipping, in the optimizer's own pass or not.
 
-In lean memory (``config.memory``) the weights are bfloat16, the moments have 8 bits, and each weight is stepped inside
-backward as soon as its gradient is there (:meth:`RegularisedAdamW.stepping_in_backward`), where a step has one forward
-pass and the objective reads no gradients. The order of samples and all random numbers of step k are functions of
-(seed, k) alone, so a resumed run equals an uninterrupted one bit for bit on the same machine with the same
-number of threads.
+In lean memory (``config.memory``) the weights are bfloat16 and the moments have 8 bits. Each weight is stepped inside
+backward as soon as its gradient is computed (:meth:`RegularisedAdamW.stepping_in_backward`), if a step has one forward
+pass and the objective reads no gradients.
+
+The order of samples and all random numbers of step k are functions of (seed, k) alone. So a resumed run equals an
+uninterrupted one bit for bit on the same machine with the same number of threads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import (
     autocast,
     computed_in,
-    computing,
-    decided,
+    decide_dtype,
+    decide_memory,
     place_of_copies,
     steps_in_backward,
     to_bfloat16,
@@ -60,24 +60,24 @@ from pyprune.train.optimizer import (
     make_optimizer,
     uses_own_optimizer,
 )
-from pyprune.train.progress import _StepProgress
+from pyprune.train.progress import StepProgress
 from pyprune.train.samples import (
-    _hold_out,
     batch_indices,
     check_gradients_fit,
     check_not_wide,
     check_samples,
     check_trainable,
+    hold_out,
 )
 from pyprune.train.schedule import learning_rate_factor, warm_up_warnings
-from pyprune.train.sharded import Whole, sharding
+from pyprune.train.sharded import Whole, make_shards
 from pyprune.train.state import TrainState, check_same_run, latest_state
 from pyprune.train.sums import Sums, Weight
 
 _log = logging.getLogger(__name__)
 
 _SAME_RESULT = ("checkpoint_interval", "copies", "last_good_interval")
-"""Options that change nothing of what a run reaches."""
+"""Options that do not change the result of a run."""
 
 
 def train(
@@ -92,34 +92,34 @@ def train(
     keep_last_good: bool = True,
     description: str | None = None,
 ) -> TrainReport:
-    """Train ``model`` in place on ``samples`` and return what happened.
+    """Train ``model`` in place on ``samples`` and report on it.
 
     Early stopping (``config.early_stop_patience``) validates every ``validation_interval`` steps and at the end,
     on the whole objective (loss and penalties); the weights of the best validation are put back at the end.
     While an objective's schedule is still running nothing is kept or stopped. Without a ``validation`` set, 5 %
-    of the samples (the last ones, at least one) are held out for it and the report says so.
+    of the samples (the last ones, at least one) are held out for it, with a warning in the report.
 
     Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
-    every one is given the same, whole model and samples, and has the same whole model afterwards, also after a
-    TrainingError; after any other the model has no weights. Of a model on the host
-    (:class:`pyprune.runtime.processes.Division`) the first process alone has what was trained, and where it alone has
-    the weights before, the others are given their shapes.
+    every one gets the same whole model and samples, and has the same whole model afterwards, also after a
+    TrainingError; after any other error the model has no weights. If the model is on the host
+    (:class:`pyprune.runtime.processes.Division`), the first process alone gets the trained weights. If it alone has the
+    weights before, the others get their shapes.
 
     Args:
         model: a causal LM with float32 (or float64) trainable weights, on any one device; with ``config.memory`` lean
             (or auto) also bfloat16 ones. Lean turns float32 weights, those of adapters aside, to bfloat16 first.
         samples: token ids, int64 [N, T], :data:`~pyprune.data.tokens.IGNORED` marking right padding; or
-            :class:`~pyprune.data.tokens.Batch`, whose labels leave out what is not to be predicted (the prompt of an
+            :class:`~pyprune.data.tokens.Batch`, whose labels leave out tokens that are not predicted (the prompt of an
             instruction).
-        config: the loop's options. ``memory`` auto is lean for bfloat16 weights and full for others: what fits on the
-            device is looked at where a run starts (:mod:`pyprune.run.memory`), before a model is loaded.
-        objective: what is minimised; None = plain fine-tuning.
+        config: the loop's options. ``memory`` auto is lean for bfloat16 weights and full for others; a run decides it
+            by the device's memory (:mod:`pyprune.run.memory`) before a model is loaded.
+        objective: the loss and penalties; None = plain fine-tuning.
         validation: token ids, int64 [M, T'], or :class:`Batch`, never trained on.
-        checkpoint_dir: where resumable checkpoints go: every ``checkpoint_interval`` steps, at the end, and (in one
+        checkpoint_dir: folder of resumable checkpoints: every ``checkpoint_interval`` steps, at the end, and (in one
             process) on Ctrl-C or any other exception.
         resume: continue from the newest checkpoint in ``checkpoint_dir``; without one, start from the beginning.
-        keep_last_good: hold a copy of the trained weights, where ``config.copies`` says, to return to when the loss or
-            a gradient is not finite; it is made every ``last_good_interval`` steps.
+        keep_last_good: hold a copy of the trained weights (on the device of ``config.copies``), made every
+            ``last_good_interval`` steps, to return to when the loss or a gradient is not finite.
         description: shown with the progress.
 
     Raises:
@@ -127,7 +127,7 @@ def train(
         DataError: samples that the model cannot be trained on.
         TrainingError: a loss or gradient that is not finite. The weights are put back to the last copy that gave a
             finite loss and gradient, and with ``checkpoint_dir`` it is also written there. Without copies the weights
-            stay as they are.
+            are left as they are.
         CheckpointError: a damaged checkpoint, or one of another run.
         OutputError: a checkpoint that cannot be written, or one in the way of a fresh run.
     """
@@ -136,17 +136,17 @@ def train(
     check_samples(model, tokens, "samples")
     held_out_note = ""
     if config.early_stop_patience is not None and held_out is None:
-        tokens, held_out, held_out_note = _hold_out(tokens)
+        tokens, held_out, held_out_note = hold_out(tokens)
     if held_out is not None:
         check_samples(model, held_out, "validation")
     if resume and checkpoint_dir is None:
         raise ConfigError("resume needs checkpoint_dir, the folder of the interrupted run's checkpoints.")
     check_gradients_fit(model)
-    config = decided(config, model)
+    config = decide_memory(config, model)
     if config.memory == "lean":
         check_not_wide(model)
         to_bfloat16(model)
-    shards = sharding(model, config)
+    shards = make_shards(model, config)
     run = _Run(shards, tokens, held_out, config, objective or Objective(), checkpoint_dir, keep_last_good)
     run.report.warnings += [held_out_note] if held_out_note else []
     run.report.warnings += warm_up_warnings(config)
@@ -185,7 +185,7 @@ class _Run:
         self.objective = objective
         self.checkpoint_dir = checkpoint_dir
         self.device = next(self.model.parameters()).device
-        self.config = config = computing(config, self.model, self.device)
+        self.config = config = decide_dtype(config, self.model, self.device)
         self.copies = place_of_copies(config, self.device)
         self.keep_last_good = keep_last_good and self.copies is not None
         self.report = TrainReport(objective.name, computed_in(config, self.model))
@@ -208,7 +208,7 @@ class _Run:
         self._restore(resume)
         try:
             self._catch_up()
-            with self._stepping(), _StepProgress(description, self.config.steps) as progress:
+            with self._backward_context(), StepProgress(description, self.config.steps) as progress:
                 while not self.done and self.report.steps < self.config.steps:
                     self._step(self.report.steps + 1)
                     progress.update(self.report.steps, self.report.history[-1])
@@ -248,15 +248,15 @@ class _Run:
         self.in_backward = self.shards.processes == 1 and steps_in_backward(self.config, self.objective)
 
     def _scales_itself(self) -> bool:
-        """Whether the optimizer scales gradients in its own pass: nothing reads or adds to scaled ones before."""
+        """Check whether the optimizer scales gradients in its own pass: nothing reads or adds to scaled ones before."""
         return isinstance(self.optimizer, RegularisedAdamW) and not self.objective.reads_gradients()
 
     def _clips_itself(self) -> bool:
-        """Whether it finds what each gradient is to be scaled by, too: it has them whole."""
+        """Check whether the optimizer also finds the scale of each gradient: it has whole gradients."""
         return self._scales_itself() and self.shards.processes == 1
 
-    def _stepping(self) -> AbstractContextManager[None]:
-        """Where a step's weights are updated: inside backward, or after it."""
+    def _backward_context(self) -> AbstractContextManager[None]:
+        """Make the context of the steps, in which weights are updated inside backward, or after it."""
         if not self.in_backward:
             return nullcontext()
         limit = self.config.max_grad_norm
@@ -265,7 +265,7 @@ class _Run:
 
     def _step(self, step: int) -> None:
         config = self.config
-        torch.manual_seed(config.seed * 1_000_003 + step + (self.shards.rank << 40))  # dropout of rows of its own
+        torch.manual_seed(config.seed * 1_000_003 + step + (self.shards.rank << 40))  # other dropout for other rows
         factor = learning_rate_factor(step, config)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak * factor
@@ -280,8 +280,8 @@ class _Run:
         for micro, weight in self._micro_batches(batch):
             self._loss(micro, weight, sums).backward()
         self.shards.take_gradients()
-        sums = self._over_processes(sums)
-        self._check_finite(sums.minimised(), "loss", step)
+        sums = self._total_sums(sums)
+        self._check_finite(sums.total_loss(), "loss", step)
         norm, scale = self._clip(step)
         self._remember_last_good(step)
         penalty = self._weight_penalty(step)
@@ -291,11 +291,11 @@ class _Run:
             self._finish_step(step, batch, sums, penalty, norm, rate)
 
     def _step_in_backward(self, batch: Batch, step: int, rate: float) -> None:
-        """The same, each weight stepped as soon as its gradient is there; the loss must be finite before that."""
+        """Step each weight as soon as its gradient is computed, once the loss is known to be finite."""
         sums = Sums()
         ((micro, weight),) = self._micro_batches(batch)
         loss = self._loss(micro, weight, sums)
-        self._check_finite(sums.minimised(), "loss", step)
+        self._check_finite(sums.total_loss(), "loss", step)
         penalty = self._weight_penalty(step)
         self._remember_last_good(step)
         with self._update():
@@ -318,40 +318,40 @@ class _Run:
         self.report.tokens += batch.fed()
 
     def _loss(self, micro: Batch, weight: Weight, sums: Sums) -> Tensor:
-        """What a micro batch adds to the step's loss, differentiable; ``sums`` gets what is reported."""
+        """Return a micro batch's share of the step's loss, differentiable, and add the reported terms to ``sums``."""
         return sums.add(self._terms(micro), weight)
 
     def _terms(self, micro: Batch) -> LossTerms:
         with autocast(self.config, self.device.type):
             return self.shards.loss(lambda: self.objective.micro_loss(self.model, micro))
 
-    def _over_processes(self, sums: Sums) -> Sums:
-        """What the micro batches of all processes add up to."""
+    def _total_sums(self, sums: Sums) -> Sums:
+        """Return the sums over all processes."""
         if self.shards.processes == 1:
             return sums
         names = sorted(sums.parts)
-        found = Sums()
+        total = Sums()
         values = [float(v) for v in (sums.lm, sums.total, sums.penalty, *(sums.parts[name] for name in names))]
-        found.lm, found.total, found.penalty, *parts = self.shards.total(values)
-        found.parts = dict(zip(names, parts, strict=True))
-        return found
+        total.lm, total.total, total.penalty, *parts = self.shards.total(values)
+        total.parts = dict(zip(names, parts, strict=True))
+        return total
 
     def _weight_penalty(self, step: int) -> float:
-        """Let the penalty on the weights join the gradients; its value, finite."""
+        """Add the gradient of the penalty on the weights, and return its value, finite."""
         penalty = self.objective.apply_step_penalty(self.model)
         (value,) = self.shards.total([0.0 if penalty is None else float(penalty)])
         self._check_finite(value, "penalty", step)
         return value
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, Weight]]:
-        """The micro batches on the model's device, with the weights that turn their means into those of ``batch``."""
+        """Yield the micro batches on the model's device, with the weights of their means in those of ``batch``."""
         predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
         for micro, counts in self.shards.shares(batch, self.config):
             weight = Weight(counts * int(micro.predicted.sum()) / predicted, counts * micro.fed() / fed)
             yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
-        """The gradients' norm before clipping, finite, and the factor that is left to the optimizer."""
+        """Clip; return the gradients' norm before that, finite, and the factor that is left to the optimizer."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         total = self.shards.norm(gradients)
         norm = float(total)
@@ -378,12 +378,12 @@ class _Run:
         rate = self.config.learning_rate
         raise TrainingError(
             f"The {what} is {value} at step {step} of {self.config.steps} ({self.objective.name}). The weights "
-            f"in memory are {self._where_weights_are(step, what)}. Lower the learning rate "
+            f"in memory are {self._weights_state(step, what)}. Lower the learning rate "
             f"(now {rate:g}), clip gradients (max_grad_norm), or compute in float32.",
             step,
         )
 
-    def _where_weights_are(self, step: int, what: str) -> str:
+    def _weights_state(self, step: int, what: str) -> str:
         if not self.last_good and self.changed:
             return "those that gave it: no copy of earlier ones was kept"
         restored = f"those after step {self.last_good_step}" if self.last_good_step else "the initial ones"
@@ -409,7 +409,7 @@ class _Run:
         self.last_good_step = step - 1
 
     def _copy_to(self, kept: dict[str, Tensor]) -> None:
-        """Copy the trained weights to where copies are kept, into the memory of the earlier copy."""
+        """Copy the trained weights to the device of copies, into the memory of the earlier copy."""
         for name, parameter in self.parameters.items():
             if name in kept:
                 kept[name].copy_(parameter.data)
@@ -418,26 +418,26 @@ class _Run:
 
     @contextmanager
     def _update(self) -> Iterator[None]:
-        """Ctrl-C waits until weights, optimizer and objective agree on the step again."""
+        """Delay Ctrl-C until weights, optimizer and objective agree on the step again."""
         with interrupts_deferred():
             self.updating = self.changed = True
             yield
             self.updating = False
 
     def _catch_up(self) -> None:
-        """A run that was interrupted between a step and its validation validates first."""
+        """Validate first, if the run was interrupted between a step and its validation."""
         validated = self.report.validation[-1][0] if self.report.validation else 0
         if 0 < self.report.steps != validated and not self.done:
             # A fresh objective does not know yet how far its schedule is.
             self.objective.before_step(self.model, self.report.steps)
-            if (found := self._loss_if_due()) is not None:
-                self._note_validation(found)
+            if (loss := self._loss_if_due()) is not None:
+                self._note_validation(loss)
 
     def _validate_and_checkpoint(self) -> None:
-        found = self._loss_if_due()  # minutes on large texts; who stops it meanwhile does not wait for it
+        loss = self._loss_if_due()  # minutes on large texts: Ctrl-C stops it at once
         with interrupts_deferred():
-            if found is not None:
-                self._note_validation(found)
+            if loss is not None:
+                self._note_validation(loss)
             step, interval = self.report.steps, self.shards.checkpoint_interval(self.config)
             due = interval is not None and step % interval == 0 and step < self.config.steps
             if due and self.checkpoint_dir is not None:
@@ -471,7 +471,7 @@ class _Run:
             loss = self.objective.validation_penalty(self.model)
             for micro, weight in self._micro_batches(samples):
                 terms = self._terms(micro)
-                loss += float(terms.minimised) * weight.predicted
+                loss += float(terms.main_loss) * weight.predicted
                 if terms.penalty is not None:
                     loss += float(terms.penalty) * weight.fed
         return self.shards.total([loss])[0]
@@ -493,7 +493,7 @@ class _Run:
 
     def _save_after_interruption(self) -> None:
         self.report.stopped = "interrupted"
-        alone = self.shards.processes == 1  # others are at other steps, or gone
+        alone = self.shards.processes == 1  # others are at other steps, or ended
         if self.checkpoint_dir is None or self.updating or self.report.steps == 0 or not alone:
             return
         try:
@@ -514,7 +514,7 @@ class _Run:
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
             "bad_validations": self.bad_validations,
         }
-        ended = self.done and self.report.stopped != "interrupted"  # which needs no moments any more
+        ended = self.done and self.report.stopped != "interrupted"  # no moments are needed then
         tensors = {
             "weights": cast(dict[str, Tensor], self.parameters),
             "optimizer": {} if ended else _optimizer_tensors(self.optimizer),
@@ -524,7 +524,7 @@ class _Run:
         return self.shards.save(folder, TrainState(self.report.steps, meta, tensors))
 
     def _run_facts(self) -> dict[str, Any]:
-        """What must be equal for a resumed run to be the same run."""
+        """Return the facts that must be equal for a resumed run to be the same run."""
         return {
             "objective": self.objective.name,
             **{f"objective.{k}": v for k, v in self.objective.run_facts().items()},

@@ -46,18 +46,18 @@ def target_names(model: PreTrainedModel, config: RecoverConfig) -> list[str]:
     names = projection_names(model)
     if config.targets == "all-linear":
         return names
-    wanted = _default_modules(model)
-    found = [name for name in names if name.rpartition(".")[2] in wanted]
-    if not found:
+    defaults = _default_modules(model)
+    targets = [name for name in names if name.rpartition(".")[2] in defaults]
+    if not targets:
         raise UnsupportedModelError(
             f"recover.targets is 'default', but {type(model).__name__} has none of PEFT's modules for it "
-            f"({', '.join(wanted)}) left; set recover.targets to all-linear."
+            f"({', '.join(defaults)}) left; set recover.targets to all-linear."
         )
-    return found
+    return targets
 
 
 def _default_modules(model: PreTrainedModel) -> list[str]:
-    """Last names of the modules that PEFT adapts when nothing else is said; a cut model has those of the dense one."""
+    """Return the last names of the modules that PEFT adapts by default; a cut model has those of the dense one."""
     try:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     except ImportError as error:
@@ -72,7 +72,7 @@ def _default_modules(model: PreTrainedModel) -> list[str]:
 
 
 def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> None:
-    """Refuse, before anything is allocated, adapters that hold more than the matrices they stand for.
+    """Refuse, before anything is allocated, adapters that are larger than the matrices that they adapt.
 
     Args:
         model: a causal LM.
@@ -91,8 +91,8 @@ def check_rank(model: PreTrainedModel, targets: Sequence[str], rank: int) -> Non
         )
 
 
-def adapted(model: PreTrainedModel, config: RecoverConfig) -> AbstractContextManager[nn.Module]:
-    """What a recovery trains: the model with adapters on it for the block, or itself where all weights are trained."""
+def recovery_model(model: PreTrainedModel, config: RecoverConfig) -> AbstractContextManager[nn.Module]:
+    """Give the model that a recovery trains: with adapters on it for the block, or as it is for all weights."""
     if config.adapters == "none":
         return nullcontext(model)
     return adapters(model, target_names(model, config), config)
@@ -100,7 +100,7 @@ def adapted(model: PreTrainedModel, config: RecoverConfig) -> AbstractContextMan
 
 @contextmanager
 def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) -> Iterator[Any]:
-    """The model wrapped by PEFT; which parameters require a gradient, and the mode, are put back afterwards.
+    """Give the model wrapped by PEFT; restore its mode, and which parameters require a gradient, afterwards.
 
     The caller merges or unloads the adapters before the block ends.
 
@@ -133,16 +133,16 @@ def adapters(model: PreTrainedModel, targets: list[str], config: RecoverConfig) 
     finally:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(required.get(name, True))
-        # The wrapper starts in training mode, and that is the mode that training would come back to.
+        # The wrapper starts in training mode, which training would return to.
         model.train(training)
         if hasattr(model, "peft_config"):
             del model.peft_config
 
 
 def merge(adapted: Any) -> None:
-    """Add trained adapters to the weights below them, in float32 at least; the caller unloads them then.
+    """Add trained adapters to the weights below them, in float32 at least; the caller then unloads them.
 
-    bfloat16 weights are rounded so that small updates stay (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
+    bfloat16 weights are rounded so that small updates are kept (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
 
     Args:
         adapted: a model wrapped by :func:`adapters`.
@@ -169,5 +169,5 @@ def save_adapters(adapted: Any, out: Path) -> None:
         OutputError: the folder exists or cannot be written.
     """
     with atomic_folder(out) as folder:
-        adapted.save_pretrained(str(folder), save_embedding_layers=False)  # which are never adapted here
+        adapted.save_pretrained(str(folder), save_embedding_layers=False)  # never adapted here
         (folder / CARD_NAME).unlink(missing_ok=True)  # a template of a model card, left blank

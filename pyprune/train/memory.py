@@ -1,11 +1,11 @@
-"""What a training will hold at its peak, found before anything is loaded or computed.
+"""Predict the memory of a training at its peak, before anything is loaded or computed.
 
 Weights, gradients, moments and copies are counted. Activations are measured: forward and backward of the objective run
-on tensors that have a shape and a dtype but no memory (torch's FakeTensorMode), and every storage that would be alive
-is added up, operation by operation, for as long as it would live. That knows autocast's copies of weights, gradient
-checkpointing, the chunks of the losses, a teacher, and every family, because it is their own code that runs. Attention
-is taken for a fused kernel, which holds queries, keys, values, its output and one sum a row; the scratch memory of
-kernels and the interpreter are not in it.
+on tensors that have a shape and a dtype but no memory (torch's FakeTensorMode). Every storage is added up, operation by
+operation, for as long as it would be alive. So autocast's copies of weights, gradient checkpointing, the chunks of the
+losses, a teacher, and every family are included, because their own code runs. Attention is taken for a fused kernel,
+which holds queries, keys, values, its output and one sum a row. The scratch memory of kernels and the interpreter are
+not included.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from pyprune.ops.regularised_adamw import Moments
 from pyprune.runtime import processes
 from pyprune.runtime.products import products_in, products_in_float32
 from pyprune.train.head import causal_lm
-from pyprune.train.lean import autocast, computing, decided, place_of_copies, steps_in_backward
+from pyprune.train.lean import autocast, decide_dtype, decide_memory, place_of_copies, steps_in_backward
 from pyprune.train.objective import Objective
 from pyprune.train.optimizer import uses_own_optimizer
 
 FUSED = ("sdpa", "flash_attention_2")
 ATTENTION = "pyprune_fused_shapes"
-"""What Transformers calls fused attention, and the name under which it finds the one that has shapes only."""
+"""Transformers' names of fused attention, and the name of the one here that has shapes only."""
 
 
 PARTS = ("weights", "gradients", "moments", "copies", "gathered", "activations", "teacher")
-"""What the peak on the device is the sum of."""
+"""The terms of the peak on the device."""
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """What one training holds at its peak, bytes.
+    """The memory of one training at its peak, bytes.
 
     Attributes:
         memory: full or lean.
@@ -56,12 +56,12 @@ class TrainingMemory:
         gradients: of all trained weights; 0 in backward.
         moments: of the optimizer.
         copies: of trained weights on the device (the last good and the best ones).
-        gathered: where several processes share the weights, what FSDP gathers of them: embeddings and head, a layer and
-            the next one, the whole gradients of the first two, and a buffer. 0 in one process.
-        activations: most that forward and backward hold beyond all this (with the gradient that is in work), weights of
-            a teacher aside.
-        teacher: weights of the dense model that is learnt from, and what is gathered of them, or what there is of them
-            at once where they stay in files; 0 without distillation.
+        gathered: the weights that FSDP gathers if several processes share them: embeddings and head, a layer and the
+            next one, the whole gradients of the first two, and a buffer. 0 in one process.
+        activations: most that forward and backward hold in addition (with the current gradient), weights of a teacher
+            aside.
+        teacher: weights of the dense model that is learnt from, and those gathered of them; or those read at a time, if
+            they stay in files. 0 without distillation.
         on_host: copies in the CPU's memory, for a model on a GPU.
         sequences: in one forward pass.
         length: tokens in a sequence.
@@ -99,7 +99,7 @@ def training_memory(
     teacher_in: Literal["device", "shares", "files"] = "device",
     shares: int | None = None,
 ) -> TrainingMemory:
-    """Find what training holds at its peak, in each process. Models are on the meta device, and useless afterwards.
+    """Predict the peak memory of a training, in each process. Models are on the meta device, and useless afterwards.
 
     Args:
         model: a causal LM, with the dtypes that it will have; adapters on it, if any.
@@ -108,13 +108,13 @@ def training_memory(
         length: tokens in a sequence, all of them predicted.
         device: where the real model will be.
         teacher: that the objective runs, for its weights.
-        teacher_in: where those are: on the device, divided among the processes, or in files, of which a layer at a time
-            is on the device.
+        teacher_in: place of those: the device, shared among the processes, or files, from which one layer at a time is
+            read to the device.
         shares: processes that share the weights and the batch; None = those of this run.
     """
     shares = shares or processes.count()
     asked = config.dtype if device.type == "cpu" else "bfloat16"  # models of shapes are on a CPU for any device
-    config = computing(decided(config, model), model, device)
+    config = decide_dtype(decide_memory(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
     with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
@@ -122,13 +122,13 @@ def training_memory(
         if shares == 1 and teacher_in == "shares":
             teacher_in = "device"
         if teacher is not None and teacher_in != "device":
-            teacher.requires_grad_(False)  # as such a copy has it: autocast keeps no copies of its weights
-        taught = _of_teacher(teacher, teacher_in, shares)
+            teacher.requires_grad_(False)  # as in such a copy: autocast keeps no copies of its weights
+        taught = _teacher_bytes(teacher, teacher_in, shares)
         with products_in(asked):
-            return _measured(model, config, objective, length, device, taught, shares)
+            return _measure(model, config, objective, length, device, taught, shares)
 
 
-def _measured(
+def _measure(
     model: nn.Module,
     config: TrainConfig,
     objective: Objective,
@@ -161,7 +161,7 @@ def _measured(
         gradients=gradients // shares,
         moments=sum(_moments(p, config) for p in trained) // shares,
         copies=copies // shares if on_device else 0,
-        gathered=_gathered(model, trained) if shares > 1 else 0,
+        gathered=_gathered_bytes(model, trained) if shares > 1 else 0,
         activations=max(0, peak - gradients),
         teacher=teacher,
         on_host=0 if on_device else copies // shares,
@@ -171,8 +171,8 @@ def _measured(
     )
 
 
-def _of_teacher(teacher: nn.Module | None, place: str, shares: int) -> int:
-    """Bytes of a model that is only read: all of it, or one of its layers, or a share and whole what is in work."""
+def _teacher_bytes(teacher: nn.Module | None, place: str, shares: int) -> int:
+    """Return the bytes of a model that is only read: all of it, one of its layers, or a share and the gathered ones."""
     if teacher is None:
         return 0
     weights = _bytes(_unique(teacher.parameters()))
@@ -185,16 +185,16 @@ def _of_teacher(teacher: nn.Module | None, place: str, shares: int) -> int:
     return weights // shares + _bytes(rest) + 2 * _bytes(largest)
 
 
-def _gathered(model: nn.Module, trained: list[Tensor]) -> int:
-    """Bytes that a process holds whole of what it shares: weights, gradients, and a buffer to reduce them."""
+def _gathered_bytes(model: nn.Module, trained: list[Tensor]) -> int:
+    """Return the bytes that a process gathers whole: weights, gradients, and a buffer to reduce them."""
     rest, largest = _gathered_parts(model)
-    known = {id(p) for p in trained}
-    gradients = _bytes(p for p in (*rest, *largest) if id(p) in known)
+    trainable = {id(p) for p in trained}
+    gradients = _bytes(p for p in (*rest, *largest) if id(p) in trainable)
     return _bytes(rest) + 2 * _bytes(largest) + gradients + max(_bytes(rest), _bytes(largest))
 
 
 def _gathered_parts(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """What FSDP gathers at once: weights outside of the layers, and those of a layer (the largest; two are held)."""
+    """Return the weights that FSDP gathers at once: those outside of the layers, and those of the largest layer."""
     base = causal_lm(model)
     layers = [_unique(layer.parameters()) for layer in decoder_layers(base)] if base is not None else []
     in_layers = {id(p) for layer in layers for p in layer}
@@ -213,22 +213,22 @@ def _give_shapes(model: nn.Module | None) -> None:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    found = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    shape = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(shape, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape
 
 
 def _peak(model: nn.Module, config: TrainConfig, objective: Objective, length: int, freed: list[Tensor]) -> int:
-    """Most bytes that forward and backward hold beyond the weights: of two passes, where a step has several."""
+    """Return the most bytes that forward and backward hold in addition to the weights, of one or two passes."""
     ids = torch.zeros(config.sequences_per_pass, length, dtype=torch.int64)
     live = _LiveBytes()
     handles = [cast(nn.Parameter, p).register_post_accumulate_grad_hook(_drop) for p in freed]
     try:
-        with live, products_in_float32(model):  # in this order: what is converted is counted
+        with live, products_in_float32(model):  # in this order: converted weights are counted
             objective.before_step(model, 1)
             for _ in range(min(2, config.passes)):
                 with autocast(config, "cpu"):
                     terms = objective.micro_loss(model, Batch.of(ids))
-                loss = terms.minimised if terms.penalty is None else terms.minimised + terms.penalty
+                loss = terms.main_loss if terms.penalty is None else terms.main_loss + terms.penalty
                 del terms
                 loss.backward()
                 del loss
@@ -260,29 +260,29 @@ class _LiveBytes(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # There are no values: "all of them" is taken for true (every token counts), and nothing else (a layer
-            # that is dropped at random is not).
+            # There are no values: results of "all" are taken for true (every token counts), all others for false (no
+            # layer is dropped at random).
             return int(any(args[0].untyped_storage()._cdata == t.untyped_storage()._cdata for t in self._answers))
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.all:
-            self._answers.append(found)
-        # A storage that an operation reads was made before the block, if it is not known; it is none of the block's.
+            self._answers.append(result)
+        # A storage that an operation reads, and that is not counted, was made before the block.
         read = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in read:
                 self._hold(tensor.untyped_storage())
-        return found
+        return result
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
 
-        def gone(_: object) -> None:
+        def forget(_: object) -> None:
             del self._alive[key]
             self._now -= size
 
-        self._alive[key] = weakref.ref(storage, gone)
+        self._alive[key] = weakref.ref(storage, forget)
         self._now += size
         self.peak = max(self.peak, self._now)
 
@@ -319,7 +319,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @contextmanager
 def _attention_of_shapes(*models: nn.Module | None) -> Iterator[None]:
-    """In the block, models that use torch's fused attention use the one above; eager attention stays as it is."""
+    """Replace torch's fused attention of models by the one above in the block; eager attention is kept."""
     bases = [cast(Any, m).get_base_model() if hasattr(m, "get_base_model") else m for m in models]
     changed = [
         (base, str(base.config._attn_implementation))
@@ -336,7 +336,7 @@ def _attention_of_shapes(*models: nn.Module | None) -> Iterator[None]:
 
 
 def _moments(parameter: Tensor, config: TrainConfig) -> int:
-    """Bytes of the optimizer's state of one weight."""
+    """Return the bytes of the optimizer's state of one weight."""
     if config.optimizer == "sgd":
         return 0
     if config.memory != "lean":

@@ -1,4 +1,4 @@
-"""What a training run minimises, and what it reports."""
+"""The loss and penalties that a training run minimises, and its report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LossTerms:
             its weight), or None. It is weighted by the number of these tokens.
         total: scalar mean over the predicted tokens that is minimised instead of ``lm``, which is then only
             reported; None = ``lm`` itself.
-        parts: what ``total`` is made of, for the report: name -> scalar mean over the predicted tokens.
+        parts: terms of ``total``, for the report: name -> scalar mean over the predicted tokens.
     """
 
     lm: Tensor
@@ -34,7 +34,7 @@ class LossTerms:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
-    def minimised(self) -> Tensor:
+    def main_loss(self) -> Tensor:
         """The scalar mean over the predicted tokens that is minimised together with the penalty."""
         return self.lm if self.total is None else self.total
 
@@ -55,9 +55,9 @@ class ParameterGroup:
 
 
 class Objective:
-    """What a training run minimises; the base class is plain language-model fine-tuning.
+    """The loss and penalties of a training run; the base class is plain language-model fine-tuning.
 
-    A subclass overrides what it needs. Steps count from 1. :func:`train` calls, in order: ``setup``;
+    Steps count from 1. :func:`train` calls, in order: ``setup``;
     ``parameter_groups``; ``optimizer_penalties``; ``load_state_dict`` when resuming; then per step ``before_step``,
     ``micro_loss`` for every micro batch, ``apply_step_penalty`` once, ``before_optimizer_step`` and
     ``after_optimizer_step``; at a regular end ``finish``; and always ``teardown``.
@@ -73,7 +73,7 @@ class Objective:
         """Prepare the model (register hooks, freeze parameters)."""
 
     def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[ParameterGroup]:
-        """What is trained: by default every parameter that requires a gradient; vectors are not decayed."""
+        """Return the trained parameters: by default all that require a gradient; vectors are not decayed."""
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         matrices = {n: p for n, p in trainable.items() if p.ndim >= 2}
         vectors = {n: p for n, p in trainable.items() if p.ndim < 2}
@@ -84,25 +84,25 @@ class Objective:
         return [g for g in groups if g.parameters]
 
     def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
-        """Weight penalties that the optimizer handles in its own pass; asked for where the optimizer is pyprune's own.
+        """Return weight penalties for the optimizer's own pass; called only if the optimizer is pyprune's.
 
-        What is handed over must not be applied by ``apply_step_penalty`` or ``after_optimizer_step`` too.
+        ``apply_step_penalty`` and ``after_optimizer_step`` must not apply them as well.
         """
         return {}
 
     def reads_gradients(self) -> bool:
-        """Whether anything here needs all gradients of a step at once, so that none can be used in backward."""
+        """Check whether the objective needs all gradients of a step at once, so that none can be used in backward."""
         names = ("step_penalty", "apply_step_penalty", "before_optimizer_step")
         return any(getattr(type(self), name) is not getattr(Objective, name) for name in names)
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Called before the first micro batch of a step; must depend on ``step`` and the state only.
+        """Prepare a step, before its first micro batch; depends on ``step`` and the state only.
 
         A resumed run that has to validate the checkpoint's step first calls it with that step.
         """
 
     def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        """Loss of one micro batch.
+        """Return the loss of one micro batch.
 
         Args:
             model: the model, in training or evaluation mode.
@@ -111,13 +111,13 @@ class Objective:
         return LossTerms(causal_loss(model, batch))
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Penalty on the weights (times its weight), differentiable; or None."""
+        """Return the penalty on the weights (times its weight), differentiable; or None."""
         return None
 
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
         """Add the gradient of :meth:`step_penalty` to the gradients, once per optimizer step, and return its value.
 
-        Gradients of the loss are clipped before; what is added here is not.
+        Gradients of the loss are clipped before; those added here are not.
         """
         penalty = self.step_penalty(model)
         if penalty is None:
@@ -126,7 +126,7 @@ class Objective:
         return penalty.detach()
 
     def validation_penalty(self, model: nn.Module) -> float:
-        """Weight penalty added to the validation loss; overridden where a solver hides it from the loss."""
+        """Return the weight penalty to add to the validation loss; overridden if a solver hides it from the loss."""
         with torch.no_grad():
             penalty = self.step_penalty(model)
         return 0.0 if penalty is None else float(penalty)
@@ -135,7 +135,7 @@ class Objective:
         """Read the step's complete gradients, finite, while the weights are still those they belong to.
 
         Args:
-            model: the model; what the optimizer steps along is ``parameter.grad * gradient_scale``.
+            model: the model; the optimizer steps along ``parameter.grad * gradient_scale``.
             step: counts from 1.
             gradient_scale: the part of clipping that the optimizer does in its own pass (``fused_adamw``); else 1.
         """
@@ -146,7 +146,7 @@ class Objective:
         """Change the weights after the smooth step (under ``no_grad``)."""
 
     def settled(self, step: int) -> bool:
-        """Whether a state after ``step`` may be kept by early stopping (False while a schedule runs)."""
+        """Check whether early stopping may keep a state after ``step`` (False while a schedule runs)."""
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class Objective:
         """Restore :meth:`state_dict`."""
 
     def finish(self, model: nn.Module) -> None:
-        """Called once at a regular end (all steps done or stopped early), before :meth:`teardown`."""
+        """Finish, once, at a regular end (all steps done or stopped early), before :meth:`teardown`."""
 
     def teardown(self, model: nn.Module) -> None:
         """Undo :meth:`setup`; called on every way out."""
@@ -177,20 +177,20 @@ class StepRecord:
 
 @dataclass
 class TrainReport:
-    """What a training run did. JSON-able through :meth:`to_dict`.
+    """Report of a training run. JSON-able through :meth:`to_dict`.
 
     Attributes:
         objective: name of the objective.
-        dtype: that was computed in.
+        dtype: of the computation.
         steps: optimizer steps done in all (including those before a resume).
         tokens: tokens fed in those steps.
         seconds: wall-clock time of this process's part.
-        stopped: why it ended.
+        stopped: reason of its end.
         history: one record a step.
         validation: (step, validation loss) pairs; the loss includes the penalties.
         best_step: the step whose weights were kept, when early stopping was on.
         resumed_from: the step of the checkpoint this process started from.
-        warnings: what the user should know.
+        warnings: for the user.
     """
 
     objective: str

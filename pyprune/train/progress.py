@@ -8,7 +8,7 @@ from pyprune.runtime.progress import LogLines, console
 from pyprune.train.objective import StepRecord
 
 
-class _StepProgress:
+class StepProgress:
     """A bar with the loss on a terminal, lines in a log. Silent for runs under two seconds."""
 
     def __init__(self, description: str, steps: int) -> None:
@@ -17,7 +17,7 @@ class _StepProgress:
         self.lines = LogLines(description, steps, "step")
         self.bar: Any = None
 
-    def __enter__(self) -> _StepProgress:
+    def __enter__(self) -> StepProgress:
         if console().is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

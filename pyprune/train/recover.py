@@ -43,11 +43,11 @@ class _Recovery(Objective):
             self.distillation.start(model)
 
     def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        """One micro batch's loss."""
+        """Return one micro batch's loss."""
         return self.distillation.terms(model, batch) if self.distillation else super().micro_loss(model, batch)
 
     def teardown(self, model: nn.Module) -> None:
-        """Leave both models as they were."""
+        """Restore both models."""
         if self.distillation is not None:
             self.distillation.stop()
 
@@ -64,32 +64,32 @@ def recover(
     resume: bool = False,
     adapter_out: str | Path | None = None,
 ) -> TrainReport:
-    """Train ``model`` in place; class, configuration and names stay as they were.
+    """Train ``model`` in place; class, configuration and names are kept.
 
-    LoRA adapters sit on every linear projection of the decoder layers, whatever their widths (the head is left
-    alone), or on those that PEFT chooses by itself (``config.targets``), and are merged at the end. At a loss that is
-    not finite the last good adapters are merged before the error is raised; on Ctrl-C they are dropped and a resumable
-    checkpoint is left in ``checkpoint_dir``. Without adapters all weights are trained, and both cases leave the weights
-    that were reached. (Where several processes have the model on the host, all this is of the first one.)
+    LoRA adapters sit on every linear projection of the decoder layers, of any width (the head is left alone), or on
+    PEFT's default modules (``config.targets``), and are merged at the end. At a loss that is not finite the last good
+    adapters are merged before the error is raised. On Ctrl-C they are dropped, and a resumable checkpoint is left in
+    ``checkpoint_dir``. Without adapters all weights are trained, and both cases leave the last weights. (If several
+    processes have the model on the host, only the first one gets the result.)
 
     Args:
         model: a causal LM, dense or pruned. Base weights under adapters may be bfloat16.
         samples: token ids, int64 [N, T], or :class:`Batch` with labels (instruction records).
-        config: what is trained, on which loss, and the training options.
-        teacher: the dense model, for distillation; it comes back as it was. It takes its own weights'
-            memory and the activations of one forward pass, in addition to the student's.
-        plan: what stayed of the teacher in ``model``; needed where hidden states are compared. None = nothing was cut.
+        config: the trained weights, the loss, and the training options.
+        teacher: the dense model, for distillation; it is not changed. It takes its own weights' memory and the
+            activations of one forward pass, in addition to the student's.
+        plan: of the cut from the teacher to ``model``; needed if hidden states are compared. None = nothing was cut.
         validation: for early stopping, like ``samples``.
-        checkpoint_dir: where resumable checkpoints go.
+        checkpoint_dir: folder of resumable checkpoints.
         resume: continue from the newest of them.
         adapter_out: a folder to create for the trained adapters in PEFT's format, which are for the model as it was
             before; None keeps none. Nothing is written there when the training fails.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
-        UnsupportedModelError: the model has no linear projection, or none of those that PEFT chooses.
+        UnsupportedModelError: the model has no linear projection, or none of PEFT's default modules.
         ConfigError: distillation without a teacher or a teacher without distillation, or one that does not fit; a rank
-            larger than every projection; an architecture for which PEFT chooses nothing; ``adapter_out`` without
+            larger than every projection; an architecture without default modules of PEFT; ``adapter_out`` without
             adapters.
         OutputError: ``adapter_out`` exists or cannot be written.
         PlanError: the plan is not the teacher's.
@@ -127,7 +127,7 @@ def recovery_objective(
     teacher: PreTrainedModel | None = None,
     plan: PrunePlan | None = None,
 ) -> Objective:
-    """What :func:`recover` trains on; arguments and errors as there."""
+    """Make the objective of :func:`recover`; arguments and errors are the same."""
     return _Recovery(config, _distillation(model, config, teacher, plan))
 
 

@@ -1,4 +1,4 @@
-"""Samples and parameters that can be trained on; the order of samples."""
+"""Checks of samples and parameters before a training; the order of samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyprune.errors import ConfigError, DataError, shown
 
 
 def batch_indices(count: int, batch_size: int, step: int, seed: int) -> Tensor:
-    """Sample indices of ``step`` (from 1): consecutive pieces of one seeded permutation an epoch, [batch_size]."""
+    """Return the sample indices of ``step`` (from 1): successive pieces of one seeded permutation an epoch, [size]."""
     first = (step - 1) * batch_size
     positions = range(first, first + batch_size)
     orders: dict[int, Tensor] = {}
@@ -66,7 +66,7 @@ def check_trainable(parameters: Mapping[str, nn.Parameter], *, lean: bool = Fals
     """Refuse half-precision trained weights: an update of 2e-5 on a weight of 0.02 rounds to nothing in bfloat16.
 
     Args:
-        parameters: what is trained.
+        parameters: the trained ones.
         lean: in lean memory bfloat16 weights are rounded stochastically, so that they keep such updates on average.
 
     Raises:
@@ -88,7 +88,7 @@ def check_not_wide(model: nn.Module) -> None:
     """Refuse float64 weights in lean memory, which trains bfloat16 ones.
 
     Raises:
-        ConfigError: some that are trained are float64.
+        ConfigError: a trained weight is float64.
     """
     wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float64]
     if wide:
@@ -101,11 +101,11 @@ def check_not_wide(model: nn.Module) -> None:
 def check_gradients_fit(model: nn.Module) -> None:
     """Refuse float16 weights, trained or under adapters and gates: their gradients are float16 as well.
 
-    A loss is a mean over many tokens, so that of most words' logits the gradient is below 6e-8, the smallest number of
-    float16, and nothing here scales a loss. bfloat16 has the range of float32.
+    A loss is a mean over many tokens, so the gradients of most words' logits are below 6e-8, the smallest number of
+    float16, and no loss is scaled here. bfloat16 has the range of float32.
 
     Raises:
-        ConfigError: some are float16.
+        ConfigError: a weight is float16.
     """
     half = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float16]
     if half:
@@ -115,7 +115,8 @@ def check_gradients_fit(model: nn.Module) -> None:
         )
 
 
-def _hold_out(samples: Batch) -> tuple[Batch, Batch, str]:
+def hold_out(samples: Batch) -> tuple[Batch, Batch, str]:
+    """Split samples for early stopping: (training, validation, a note for the report)."""
     if len(samples) < 2:
         raise ConfigError(
             "early_stop_patience needs validation samples, and one training sample cannot be split. "

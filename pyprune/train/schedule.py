@@ -18,7 +18,7 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
 
 
 def warm_up_warnings(config: TrainConfig) -> list[str]:
-    """What to warn of where the rate never falls."""
+    """Warn if the rate never falls."""
     if config.warmup_steps < config.steps:
         return []
     return [

@@ -1,16 +1,18 @@
 """Training that is divided among processes: FSDP2 holds a part of every weight, its gradient and moments in each.
 
 A model with its layers is copied without its weights, and the copy is sharded by ``fully_shard``, layer by layer; each
-weight leaves the model as it joins the copy. Every tensor with a hidden axis is divided along that axis, so that each
-group of DReSS's penalty lies in one process, and penalties and proximal maps work on the part as on a whole. The
-optimizer, the copies and the kernels see plain tensors: the parts that this process holds. Gradients add up over the
-processes (no mean), because losses are weighted by their share of the whole batch's tokens. Afterwards the weights
-come back whole, in every process; in the first alone where they are on the host
-(:class:`pyprune.runtime.processes.Division`), so that no device and no process but that one ever holds a whole model.
-What an objective trains beside the model (the gates of layers) is whole in every process.
+weight leaves the model as it joins the copy. Every tensor with a hidden axis is divided along that axis. So each group
+of DReSS's penalty is in one process, and penalties and proximal maps work on the part as on a whole. The optimizer, the
+copies and the kernels see plain tensors: the parts that this process holds.
 
-The rows of a batch are divided in the order of the processes, so that N processes with one micro batch each do what one
-process does with N micro batches; sums are taken in another order, which changes the last bits.
+Gradients add up over the processes (no mean), because losses are weighted by their share of the whole batch's tokens.
+Afterwards the weights are whole again in every process. If they are on the host
+(:class:`pyprune.runtime.processes.Division`), only the first process gets them, so that no device and no other process
+ever holds a whole model. Parameters that an objective trains in addition to the model (the gates of layers) are whole
+in every process.
+
+The rows of a batch are divided in the order of the processes. So N processes with one micro batch each do the work of
+one process with N micro batches; sums are taken in another order, which changes the last bits.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class Whole:
     """One process trains all of a model.
 
     Attributes:
-        model: what is trained.
-        processes: how many work together.
-        rank: which of them this is.
+        model: the trained model.
+        processes: number of processes that train together.
+        rank: number of this one.
     """
 
     processes = 1
@@ -63,15 +65,15 @@ class Whole:
         self._trained: list[nn.Parameter] = []
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
-        """What the optimizer gets of groups of the model's parameters: the parts that this process holds."""
+        """Return the optimizer's groups: of each parameter the part that this process holds."""
         self._trained = [p for group in groups for p in group.parameters.values()]
         return groups
 
     def place(self, position: int) -> Place:
-        """What this process holds of the optimizer's parameter at a position.
+        """Return the part of the optimizer's parameter at a position that this process holds.
 
         Raises:
-            CheckpointError: there is none, in the state of another training.
+            CheckpointError: there is no such parameter (in the state of another training).
         """
         if position >= len(self._trained):
             raise CheckpointError(
@@ -81,7 +83,7 @@ class Whole:
         return Place.whole(self._trained[position].shape)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
-        """This process's micro batches of a batch, and whether each counts: all processes must run as many."""
+        """Yield this process's micro batches of a batch, and whether each counts: all processes must run as many."""
         for micro in batch.micro_batches(config.sequences_per_pass):
             yield micro, True
 
@@ -93,19 +95,19 @@ class Whole:
         """Hand the gradients of a complete step to the parts."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The l2 norm of all gradients."""
+        """Return the l2 norm of all gradients."""
         return nn.utils.get_total_norm(gradients)
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The l2 norm of each gradient, float32 [n]."""
+        """Return the l2 norm of each gradient, float32 [n]."""
         return norms_of(gradients)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Numbers added up over the processes."""
+        """Add numbers up over the processes."""
         return list(values)
 
     def size(self, parameters: Iterable[Tensor]) -> int:
-        """Elements of whole parameters, of which parts are given."""
+        """Return the number of elements of the whole parameters of these parts."""
         return sum(p.numel() for p in parameters)
 
     def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
@@ -113,7 +115,7 @@ class Whole:
         return save_state(folder, state, name=name)
 
     def load(self, path: Path, check: Check | None = None) -> TrainState:
-        """Read a state, tensors as this process's parts; ``check`` looks at its plain data before."""
+        """Read a state, tensors as this process's parts; ``check`` is called on its plain data before."""
         return load_state(path, lambda folder: read_whole(folder, self.place), check)
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
@@ -122,7 +124,7 @@ class Whole:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Where the model is trained; afterwards its weights are whole, in the processes that get the result."""
+        """Train the model in the block; afterwards its weights are whole, in the processes that get the result."""
         yield
 
 
@@ -130,8 +132,8 @@ class Sharded(Whole):
     """A part of a model's weights in each process.
 
     Args:
-        model: whole, the same in every process, or as ``how`` says; what is trained of it has no weights meanwhile.
-        how: where parts are, and who has the weights.
+        model: whole, the same in every process, or by ``how``; its trained parameters have no weights meanwhile.
+        how: the device of parts, and the processes that have the weights.
 
     Raises:
         ConfigError: the installed torch cannot do this.
@@ -155,21 +157,21 @@ class Sharded(Whole):
         if not how.on_host:
             for parameter in self._originals.values():
                 torch.distributed.broadcast(parameter.data, src=0)
-        self._stays = {name for name, p in self._originals.items() if how.on_host and not p.requires_grad}
+        self._kept = {name for name, p in self._originals.items() if how.on_host and not p.requires_grad}
         sent = how.weights == "first"
-        super().__init__(_sharded_copy(model, self.mesh, self._placement, stays=self._stays, sent=sent))
+        super().__init__(_sharded_copy(model, self.mesh, self._placement, kept=self._kept, sent=sent))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self.divided = {name: cast(Any, p) for name, p in self.model.named_parameters()}
-        self.parts = {name: _with_part(p) for name, p in self.divided.items()}
+        self.parts = {name: _make_part(p) for name, p in self.divided.items()}
         self._names = {id(part): name for name, part in self.parts.items()}
         self._order: list[str | None] = []
-        self._beside: list[nn.Parameter] = []
+        self._others: list[nn.Parameter] = []
 
     def _placement(self, model: nn.Module) -> Callable[[nn.Parameter], Any]:
-        """Along which dimension a weight is divided: its hidden one, else the first."""
+        """Choose the dimension along which each weight is divided: its hidden one, else the first."""
         from torch.distributed.tensor import Shard
 
         dims = {}
@@ -181,14 +183,14 @@ class Sharded(Whole):
         return lambda parameter: Shard(dims.get(id(parameter), 0))
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
-        """The same groups, of parts; what is none of the model's is whole in every process."""
+        """Return the groups with parts of the model's parameters; others are whole in every process."""
         made = super().groups([replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups])
         self._order = [self._names.get(id(p)) for p in self._trained]
-        self._beside = [p for p in self._trained if id(p) not in self._names]
+        self._others = [p for p in self._trained if id(p) not in self._names]
         return made
 
     def place(self, position: int) -> Place:
-        """The same; of what is none of the model's all."""
+        """Return the part of a parameter that this process holds; parameters outside the model are whole."""
         place = super().place(position)
         name = self._order[position]
         if name is None:
@@ -197,7 +199,7 @@ class Sharded(Whole):
         return Place.piece(whole.shape, whole.placements[0].dim, self.rank, self.processes)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
-        """The rows of this process. One that has fewer than another runs a row again, which does not count."""
+        """Yield the rows of this process. If it has fewer than another, it runs a row again, which does not count."""
         rows = -(-len(batch) // self.processes)
         training = len(batch) == config.batch_size
         size = largest_divisor(rows, config.micro_batch_size) if training else min(rows, config.micro_batch_size)
@@ -208,82 +210,83 @@ class Sharded(Whole):
             yield batch[:1], False
 
     def loss(self, compute: Callable[[], LossTerms]) -> LossTerms:
-        """The same, as FSDP's forward pass of the whole model: an objective may call parts of it by themselves."""
-        found: list[LossTerms] = []
+        """Run the loss as FSDP's forward pass of the whole model: an objective may call single parts of it."""
+        losses: list[LossTerms] = []
 
         def tensors() -> tuple[Tensor, ...]:
             terms = compute()
-            found.append(terms)
-            given = (terms.lm, terms.penalty, terms.total, *terms.parts.values())
-            return tuple(t for t in given if t is not None)
+            losses.append(terms)
+            parts = (terms.lm, terms.penalty, terms.total, *terms.parts.values())
+            return tuple(t for t in parts if t is not None)
 
-        within(self.model, tensors)
+        run_within(self.model, tensors)
         if not torch.is_grad_enabled():
-            cast(Any, self.model).reshard()  # which the backward pass does otherwise
-        return found[0]
+            cast(Any, self.model).reshard()  # otherwise the backward pass does
+        return losses[0]
 
     def take_gradients(self) -> None:
-        """FSDP leaves the sums over the processes at the divided weights; of others they are taken here."""
-        for beside in self._beside:
-            if beside.grad is not None:
-                summed_(beside.grad)
+        """Hand FSDP's sums of gradients to the parts, and sum those of parameters outside the model."""
+        for other in self._others:
+            if other.grad is not None:
+                summed_(other.grad)
         for name, parameter in self.divided.items():
             if parameter.grad is not None:
                 self.parts[name].grad = parameter.grad.to_local()
                 parameter.grad = None
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The same over the parts of all processes."""
+        """Return the l2 norm of all gradients over all processes."""
         return summed_(self._squares(gradients).sum()).sqrt()
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The same over the parts of all processes."""
+        """Return the l2 norm of each gradient over all processes, float32 [n]."""
         return summed_(self._squares(gradients)).sqrt()
 
     def _squares(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of each gradient, what this process adds to its squared norm; of one that all have whole, its share."""
+        """Return this process's share of each gradient's squared norm, also if every process has it whole."""
         squares = super().norms(gradients).square()
-        whole = {id(p.grad) for p in self._beside}
+        whole = {id(p.grad) for p in self._others}
         for place, gradient in enumerate(gradients):
             if id(gradient) in whole:
                 squares[place] /= self.processes
         return squares
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """Numbers added up over the processes."""
-        found: list[float] = summed_(torch.tensor(values, dtype=torch.float64)).tolist()  # on the CPU, through gloo
-        return found
+        """Add numbers up over the processes."""
+        return cast(
+            list[float], summed_(torch.tensor(values, dtype=torch.float64)).tolist()
+        )  # on the CPU, through gloo
 
     def size(self, parameters: Iterable[Tensor]) -> int:
-        """Elements of the whole parameters."""
+        """Return the number of elements of the whole parameters of these parts."""
         return sum((self.divided[self._names[id(p)]] if id(p) in self._names else p).numel() for p in parameters)
 
     def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
-        """Every process writes its parts, through torch.distributed.checkpoint."""
+        """Write the parts of every process, through torch.distributed.checkpoint."""
         tensors = {
-            f"{group}/{key}": self._for_checkpoint(group, key, tensor)
+            f"{group}/{key}": self._as_whole(group, key, tensor)
             for group, entries in state.tensors.items()
             for key, tensor in entries.items()
         }
         return save_shared(folder, replace(state, tensors={}), tensors, name=name)
 
-    def _for_checkpoint(self, group: str, key: str, tensor: Tensor) -> Any:
-        """A part as the tensor that it is a part of, so that any number of processes can read it."""
+    def _as_whole(self, group: str, key: str, tensor: Tensor) -> Any:
+        """Return the whole (divided) tensor of a part, so that any number of processes can read it."""
         name = self._name_of(group, key)
-        return tensor if name is None else self._divided(name, tensor)
+        return tensor if name is None else self._dtensor(name, tensor)
 
     def _name_of(self, group: str, key: str) -> str | None:
-        """The parameter that an entry of a state belongs to; None for others."""
+        """Return the name of the parameter that an entry of a state belongs to; None for others."""
         if group == "optimizer":
-            position, _, what = key.partition(".")
-            return None if what == "step" or is_blocks(f"{group}/{key}") else self._order[int(position)]
+            position, _, kind = key.partition(".")
+            return None if kind == "step" or is_blocks(f"{group}/{key}") else self._order[int(position)]
         return key if group in ("weights", "best") and key in self.divided else None
 
-    def _divided(self, name: str, part: Tensor) -> Any:
+    def _dtensor(self, name: str, part: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
 
         like = self.divided[name]
-        # from_local would move what lies on the host (copies) to the mesh's device.
+        # from_local would move tensors on the host (copies) to the mesh's device.
         mesh = self.mesh if part.device.type == self.mesh.device_type else self._mesh_of_hosts
         return DTensor.from_local(
             part.detach(), mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
@@ -296,18 +299,18 @@ class Sharded(Whole):
         return init_device_mesh("cpu", (self.processes,))
 
     def load(self, path: Path, check: Check | None = None) -> TrainState:
-        """The same, of a state of any number of processes."""
+        """Read a state that any number of processes wrote."""
         return load_shared(path, self._empty, self._part_of_whole, self.place, check)
 
     def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
-        """Where an entry of a state is read to: of a parameter the part of this process, else all of it."""
+        """Make the tensor to read an entry into: for the part of a parameter in this process, or for a whole entry."""
         name = self._name_of(group, key)
         if name is None:
             return torch.empty(size, dtype=dtype)
-        return self._divided(name, torch.empty_like(self.parts[name], dtype=dtype, device="cpu"))
+        return self._dtensor(name, torch.empty_like(self.parts[name], dtype=dtype, device="cpu"))
 
     def _part_of_whole(self, group: str, key: str, tensor: Tensor) -> Tensor:
-        """The part of a whole tensor that this process holds."""
+        """Return the part of a whole tensor that this process holds."""
         name = self._name_of(group, key)
         if name is None:
             return tensor
@@ -316,12 +319,12 @@ class Sharded(Whole):
         return (pieces[self.rank] if self.rank < len(pieces) else tensor.narrow(dim, 0, 0)).contiguous()
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
-        """The same; where nothing is said every tenth of the steps, as nothing can be saved when a process is lost."""
+        """Return the configured interval, or a tenth of the steps, as nothing can be saved when a process is lost."""
         return config.checkpoint_interval or max(1, config.steps // 10)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The same. A failure that all processes see gives the weights back too; after any other the run ends."""
+        """Train in the block; a TrainingError, which all processes see, restores the weights. Others end the run."""
         try:
             yield
         except TrainingError:
@@ -331,32 +334,32 @@ class Sharded(Whole):
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Gather the weights, one at a time, and give them to the model; the parts of them go."""
+        """Gather the weights, one at a time, into the model, and free their parts."""
         keeps = processes.gets_result()
         for name, original in self._originals.items():
-            if name not in self._stays:
+            if name not in self._kept:
                 whole = self.divided[name].detach().full_tensor()  # of all processes together
                 original.data = whole.to(original.device) if keeps else shape_only(original, whole.shape)
             self.parts[name].data.untyped_storage().resize_(0)
 
 
 def check_shares(batch_size: int, name: str = "batch_size") -> None:
-    """Every process of this run gets as many rows of a batch.
+    """Check that every process of this run gets as many rows of a batch.
 
     Args:
         batch_size: of a training.
         name: of the option, for the message.
 
     Raises:
-        ConfigError: the batch cannot be divided so.
+        ConfigError: the batch cannot be divided evenly.
     """
     number = processes.count()
     if batch_size % number:
         raise ConfigError(f"{name} is {batch_size}, which {number} processes cannot share; use a multiple of {number}.")
 
 
-def sharding(model: nn.Module, config: TrainConfig) -> Whole:
-    """How a training that starts now holds a model.
+def make_shards(model: nn.Module, config: TrainConfig) -> Whole:
+    """Divide a model as a training that starts now needs it.
 
     Raises:
         ConfigError: its batch cannot be divided among the processes that share it.
@@ -368,48 +371,48 @@ def sharding(model: nn.Module, config: TrainConfig) -> Whole:
     return Sharded(model, how)
 
 
-def to_read(model: PreTrainedModel) -> PreTrainedModel:
-    """What to run of a model that a training only reads: where weights are on the host, a copy that is divided.
+def model_to_read(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the module to run when a training only reads a model: a sharded copy if weights are on the host.
 
-    Every process has such a model from files. One that is read layer by layer as it runs is not divided.
+    Every process loads such a model from files. A model that is read layer by layer as it runs is not sharded.
 
-    The model keeps its own weights. Call what runs the copy through :func:`within`; from the first call on, its
-    embeddings, last norm and head are whole in every process.
+    The model keeps its own weights. Run the copy through :func:`run_within`; from the first call on, its embeddings,
+    last norm and head are whole in every process.
     """
     how = processes.division()
     if how is None or not how.on_host or any(p.is_meta for p in model.parameters()):
         return model
     names = {name for name, _ in model.named_parameters()}
-    copied = cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, stays=names))
+    copied = cast(PreTrainedModel, _sharded_copy(model, _mesh(model, how), lambda _: None, kept=names))
     return copied.requires_grad_(False)  # or autocast would keep a copy of every weight in the pass
 
 
 def release(model: nn.Module) -> None:
-    """Let a divided copy go as soon as nothing holds it: what :func:`within` calls is a cycle."""
+    """Break the cycle in a sharded copy (the method of :func:`run_within`), so that it is freed once unused."""
     model.__dict__.pop(_LOSS, None)
 
 
-def within(model: nn.Module, function: Callable[[], Any]) -> Any:
-    """Call a function that runs parts of a divided model, as FSDP's forward pass of all of it; of others, call it."""
+def run_within(model: nn.Module, function: Callable[[], Any]) -> Any:
+    """Call a function that runs parts of a sharded model, as FSDP's forward pass of the whole; else just call it."""
     return getattr(model, _LOSS)(function) if hasattr(model, _LOSS) else function()
 
 
 def part_of(parameter: nn.Parameter) -> nn.Parameter:
-    """The part of a parameter that this process holds: itself, unless its training is divided."""
+    """Return the part of a parameter that this process holds: itself, unless its training is divided."""
     return cast(nn.Parameter, getattr(parameter, "pyprune_part", parameter))
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether the weights of a model are divided among processes."""
+    """Check whether the weights of a model are divided among processes."""
     return any(hasattr(p, "device_mesh") for p in model.parameters())
 
 
 def channels_of(parameter: nn.Parameter, dim: int, channels: Sequence[int]) -> list[int]:
-    """Channels of a parameter along a dimension, as positions in the part of this process; of others' none.
+    """Return the given channels of a parameter as positions in this process's part; those of others are left out.
 
     Raises:
-        ConfigError: the parameter is divided along another dimension, because this one is no multiple of the number
-            of processes.
+        ConfigError: the parameter is divided along another dimension, because this one is not a multiple of the
+            number of processes.
     """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
@@ -432,20 +435,20 @@ def _mesh(model: nn.Module, how: Division) -> Any:
 
 
 def _sharded_copy(
-    model: nn.Module, mesh: Any, placement: Callable[[nn.Module], Any], *, stays: set[str], sent: bool = False
+    model: nn.Module, mesh: Any, placement: Callable[[nn.Module], Any], *, kept: set[str], sent: bool = False
 ) -> nn.Module:
-    """A copy of the modules that takes the weights over, a layer at a time; those that stay are the model's, too.
+    """Copy the modules; the copy takes over the weights, a layer at a time. Kept ones also stay in the model.
 
     Args:
-        model: whole; of weights that are ``sent``, in the first process.
+        model: whole; if weights are ``sent``, in the first process.
         mesh: the processes.
-        placement: (the copy) -> along which dimension each of its weights is divided.
-        stays: names of the weights that the model keeps.
-        sent: the first process sends a layer's weights, of which the others have shapes, before they are divided.
+        placement: (the copy) -> the dimension along which each of its weights is divided.
+        kept: names of the weights that the model keeps.
+        sent: the first process sends a layer's weights before they are divided; the others have their shapes.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    kept = {id(p) for name, p in model.named_parameters() if name in stays}
+    kept_ids = {id(p) for name, p in model.named_parameters() if name in kept}
     copied = copy.deepcopy(model, {id(p): p for p in model.parameters()})
     place = placement(copied)
     base = causal_lm(copied)
@@ -453,17 +456,17 @@ def _sharded_copy(
     for module in (*layers, copied):
         held = [(p, p.data) for p in module.parameters() if not hasattr(p, "device_mesh")]
         for parameter, whole in held if sent else ():
-            parameter.data = _sent(whole, mesh)
-        fully_shard(module, mesh=mesh, shard_placement_fn=place)  # which moves them to the mesh's device
+            parameter.data = _from_first(whole, mesh)
+        fully_shard(module, mesh=mesh, shard_placement_fn=place)  # moves them to the mesh's device
         for parameter, whole in held:
-            parameter.data = whole if id(parameter) in kept else whole.new_empty(0)
+            parameter.data = whole if id(parameter) in kept_ids else whole.new_empty(0)
     setattr(copied, _LOSS, MethodType(_call, copied))
     register_fsdp_forward_method(copied, _LOSS)
     return copied
 
 
-def _sent(whole: Tensor, mesh: Any) -> Tensor:
-    """A tensor of the first process, on this one's device."""
+def _from_first(whole: Tensor, mesh: Any) -> Tensor:
+    """Return a tensor of the first process, on this one's device."""
     place = mesh.device_type
     if processes.first():
         here = whole.contiguous().to(place)
@@ -477,8 +480,8 @@ def _call(model: nn.Module, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _with_part(parameter: Any) -> nn.Parameter:
-    """A plain parameter over the memory of the part; the divided one knows it."""
+def _make_part(parameter: Any) -> nn.Parameter:
+    """Make a plain parameter over the memory of the part, and attach it to the divided one."""
     part = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     parameter.pyprune_part = part
     return part

@@ -1,8 +1,8 @@
 """Tensors of a training checkpoint that several processes wrote (torch.distributed.checkpoint).
 
-They are named ``group/entry``. What is a part of one parameter is stored as that parameter, so that it can be divided
-anew; moments in 8 bits are blocks of a part, whose names end in ``@PROCESS/PROCESSES``. As many processes read them as
-they are, others through :mod:`pyprune.train.blocks`.
+They are named ``group/entry``. A part of one parameter is stored as that parameter, so that it can be divided again.
+Moments in 8 bits are blocks of a part, and their names end in ``@PROCESS/PROCESSES``. The same number of processes
+reads them unchanged, any other through :mod:`pyprune.train.blocks`.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ Empty = Callable[[str, str, torch.Size, torch.dtype], Any]
 
 
 def read_shards(folder: Path, empty: Empty | None = None, places: Places | None = None) -> Tensors:
-    """Read what several processes wrote: parts by ``empty``, in all processes at once; without it whole tensors.
+    """Read tensors that several processes wrote: parts by ``empty``, in all processes at once; else whole tensors.
 
     Args:
         folder: of the parts.
-        empty: where an entry is read to.
-        places: what this process holds of the optimizer's parameters, for moments in 8 bits of another number of
-            processes.
+        empty: makes the tensor that an entry is read into; None = whole tensors.
+        places: the parts of the optimizer's parameters that this process holds, for moments in 8 bits of another number
+            of processes.
 
     Raises:
         CheckpointError: the parts cannot be read, or hold such moments while ``places`` is None.
     """
     stored = _Stored(folder)
-    wanted: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     others: dict[str, int] = {}
     for entry, facts in stored.facts.items():
         name, _, owner = entry.partition("@")
         if owner and not owner.endswith(f"/{processes.count()}"):
             others[name] = int(owner.partition("/")[2])
-        elif not owner or own_name(name) == entry:
+        elif not owner or stored_name(name) == entry:
             group, _, key = name.partition("/")
             size, dtype = facts.size, facts.properties.dtype
-            wanted[entry] = torch.empty(size, dtype=dtype) if empty is None else empty(group, key, size, dtype)
-    stored.load(wanted, alone=empty is None)
-    found: Tensors = {}
-    for entry, tensor in wanted.items():
+            tensors[entry] = torch.empty(size, dtype=dtype) if empty is None else empty(group, key, size, dtype)
+    stored.load(tensors, alone=empty is None)
+    groups: Tensors = {}
+    for entry, tensor in tensors.items():
         group, _, key = entry.partition("@")[0].partition("/")
-        found.setdefault(group, {})[key] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        groups.setdefault(group, {})[key] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     for name, count in others.items():
         if name.endswith(CODES):
-            found.setdefault(OPTIMIZER, {}).update(_of_others(stored, name, count, places))
-    return found
+            groups.setdefault(OPTIMIZER, {}).update(_recut_moment(stored, name, count, places))
+    return groups
 
 
-def _of_others(stored: _Stored, codes: str, count: int, places: Places | None) -> dict[str, Tensor]:
-    """A moment in 8 bits of another number of processes, in blocks of what this process holds."""
+def _recut_moment(stored: _Stored, codes: str, count: int, places: Places | None) -> dict[str, Tensor]:
+    """Return a moment in 8 bits of another number of processes, in blocks of this process's part."""
     moment = codes.removeprefix(f"{OPTIMIZER}/").removesuffix(CODES)
     if places is None:
         raise CheckpointError(
@@ -82,7 +82,7 @@ class _Stored:
 
     Attributes:
         folder: of the parts.
-        facts: name -> what torch recorded of a tensor, its size and properties.
+        facts: name -> size and properties of a tensor, as torch recorded them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -90,12 +90,12 @@ class _Stored:
 
         self.folder = folder
         self._reader = FileSystemReader(folder)
-        known = self._reader.read_metadata()
-        # Which each load would read again: one for every moment in 8 bits, of a file with all parts of all of them.
-        setattr(self._reader, "read_metadata", lambda *_, **__: known)  # noqa: B010  (mypy: a method)
-        self.facts = cast(dict[str, Any], known.state_dict_metadata)
+        metadata = self._reader.read_metadata()
+        # Each load (one for every moment in 8 bits) would read it again, from a file with all parts of all moments.
+        setattr(self._reader, "read_metadata", lambda *_, **__: metadata)  # noqa: B010  (mypy: a method)
+        self.facts = cast(dict[str, Any], metadata.state_dict_metadata)
 
-    def load(self, wanted: dict[str, Any], *, alone: bool) -> None:
+    def load(self, tensors: dict[str, Any], *, alone: bool) -> None:
         """Read entries into tensors: in this process alone, or in all of them at once.
 
         Raises:
@@ -105,32 +105,32 @@ class _Stored:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         try:
-            with quietly():
-                load(wanted, storage_reader=self._reader, no_dist=alone)
-        except CheckpointException as error:  # no Exception: it would pass by all who handle errors
+            with silence_torch():
+                load(tensors, storage_reader=self._reader, no_dist=alone)
+        except CheckpointException as error:  # a BaseException, which handlers of errors would miss
             raise CheckpointError(f"The parts in {self.folder} cannot be read: {shown(error)}.") from error
 
     def read(self, names: list[str]) -> list[Tensor]:
-        """Entries of any process, in this one alone."""
+        """Read entries of any process, in this one alone."""
         facts = {name: self.facts[name] for name in names}
-        wanted = {name: torch.empty(f.size, dtype=f.properties.dtype) for name, f in facts.items()}
-        self.load(wanted, alone=True)
-        return list(wanted.values())
+        tensors = {name: torch.empty(f.size, dtype=f.properties.dtype) for name, f in facts.items()}
+        self.load(tensors, alone=True)
+        return list(tensors.values())
 
 
 def is_blocks(entry: str) -> bool:
-    """Whether an entry is a moment in 8 bits, or its scales."""
+    """Check whether an entry is a moment in 8 bits, or its scales."""
     return entry.startswith(f"{OPTIMIZER}/") and entry.endswith(ENDS)
 
 
-def own_name(entry: str) -> str:
-    """The name of an entry; of blocks, which are of this process's parts, with its number."""
+def stored_name(entry: str) -> str:
+    """Return the stored name of an entry; that of blocks, which are of this process's parts, has its number."""
     return f"{entry}@{processes.number()}/{processes.count()}" if is_blocks(entry) else entry
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
-    """Torch says that it saves and loads in one process where that is what was asked for."""
+def silence_torch() -> Iterator[None]:
+    """Silence torch's warnings about saving and loading in one process, as it should here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed")
         yield

@@ -12,17 +12,26 @@ from torch import Tensor
 from pyprune.errors import shown
 from pyprune.runtime import processes
 from pyprune.train.blocks import Places, recut_whole
-from pyprune.train.shards import OPTIMIZER, SHARDS, Empty, Tensors, is_blocks, own_name, quietly, read_shards
+from pyprune.train.shards import (
+    OPTIMIZER,
+    SHARDS,
+    Empty,
+    Tensors,
+    is_blocks,
+    read_shards,
+    silence_torch,
+    stored_name,
+)
 from pyprune.train.state import Check, TrainState, load_state, read_whole, save_state
 
 
 def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, name: str | None = None) -> Path:
-    """Write a checkpoint from all processes at once; they go on when it is in its place.
+    """Write a checkpoint from all processes at once; they continue once it has its name.
 
     Args:
         folder: of the run's checkpoints, the same in all processes.
-        state: what else is written; that of the first process counts.
-        tensors: ``group/entry`` -> the divided tensor (DTensor), or a plain one that all processes have alike.
+        state: the other data; that of the first process is written.
+        tensors: ``group/entry`` -> the divided tensor (DTensor), or a plain one that is equal in all processes.
         name: see :func:`pyprune.train.state.save_state`.
 
     Raises:
@@ -31,14 +40,14 @@ def save_shared(folder: Path, state: TrainState, tensors: Mapping[str, Any], *, 
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    named = {own_name(entry): tensor for entry, tensor in tensors.items()}
+    named = {stored_name(entry): tensor for entry, tensor in tensors.items()}
 
     def write(part: Path | None) -> None:
         place = processes.from_first(None if part is None else str(part / SHARDS))
         try:
-            with quietly():
+            with silence_torch():
                 save(named, checkpoint_id=place)
-        except CheckpointException as error:  # no Exception: it would pass by all who handle errors
+        except CheckpointException as error:  # a BaseException, which handlers of errors would miss
             raise OSError(f"in one of {processes.count()} processes: {shown(error)}") from error
 
     written: Path | None = None
@@ -60,10 +69,10 @@ def load_shared(
 
     Args:
         path: of the checkpoint, written by one process or by any number.
-        empty: where an entry is read to, from shards.
+        empty: makes the tensor that an entry is read into, from shards.
         part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
-        places: what this process holds of the optimizer's parameters, for moments in 8 bits of another number of
-            processes, which are encoded anew.
+        places: the parts of the optimizer's parameters that this process holds, to encode moments in 8 bits of another
+            number of processes again.
         check: see :func:`pyprune.train.state.load_state`.
 
     Raises:
@@ -74,11 +83,11 @@ def load_shared(
         if (folder / SHARDS).is_dir():
             return read_shards(folder / SHARDS, empty, places)
         whole = read_whole(folder)
-        found = {
+        parts = {
             group: {key: part(group, key, t) for key, t in entries.items() if not is_blocks(f"{group}/{key}")}
             for group, entries in whole.items()
         }
-        found.get(OPTIMIZER, {}).update(recut_whole(whole.get(OPTIMIZER, {}), places))
-        return found
+        parts.get(OPTIMIZER, {}).update(recut_whole(whole.get(OPTIMIZER, {}), places))
+        return parts
 
     return load_state(path, read, check)

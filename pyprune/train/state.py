@@ -1,9 +1,9 @@
 """Resumable training checkpoints: safetensors and JSON in one folder a step, written atomically. No pickle.
 
-Layout of a checkpoint folder ``step-000012/``: ``weights.safetensors`` (what is trained), optionally
-``optimizer.safetensors``, ``objective.safetensors`` and ``best.safetensors``, and ``state.json`` with everything
-else, the SHA-256 of each tensor file and a checksum of its own, so that a truncated or altered checkpoint is refused.
-Where several processes train together, the files of torch.distributed.checkpoint are in ``shards/`` instead
+A checkpoint folder ``step-000012/`` holds ``weights.safetensors`` (the trained weights), and optionally
+``optimizer.safetensors``, ``objective.safetensors`` and ``best.safetensors``. ``state.json`` has everything else, the
+SHA-256 of each tensor file and its own checksum, so that a truncated or altered checkpoint is refused. If several
+processes train together, the files of torch.distributed.checkpoint are in ``shards/`` instead
 (:mod:`pyprune.train.shared_state`).
 """
 
@@ -33,7 +33,7 @@ CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Looks at the plain data of a checkpoint and raises what is wrong with it."""
+"""Checks the plain data of a checkpoint, and raises an error if it is wrong."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ def save_state(
 
     Args:
         folder: of the run's checkpoints.
-        state: what is written.
+        state: the data to write.
         name: of the folder; None = by the step.
         write_tensors: puts the tensors into a folder; None = safetensors files.
 
@@ -72,7 +72,7 @@ def save_state(
     final = folder / (name or f"step-{state.step:06d}")
 
     def place(part: Path) -> None:
-        """One of the same step is deleted once the new one has its name: an interruption leaves one of them."""
+        """Replace a folder of the same step: it is deleted once the new one has its name."""
         old = folder / f".{final.name}.{os.getpid()}.old"
         with interrupts_deferred():
             if final.exists():
@@ -108,7 +108,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def is_step(name: str) -> bool:
-    """Whether a folder of this name is a state that training continues from; the last good weights are none."""
+    """Check whether a folder of this name is a state that training continues from; the last good weights are not."""
     return _STEP.match(name) is not None
 
 
@@ -116,8 +116,8 @@ def latest_state(folder: Path) -> Path | None:
     """The newest complete checkpoint in ``folder``, or None."""
     if not folder.is_dir():
         return None
-    found = [p for p in folder.iterdir() if is_step(p.name) and (p / "state.json").is_file()]
-    return max(found, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    states = [p for p in folder.iterdir() if is_step(p.name) and (p / "state.json").is_file()]
+    return max(states, key=lambda p: int(p.name.removeprefix("step-")), default=None)
 
 
 def load_state(
@@ -144,15 +144,15 @@ def load_state(
             check(meta)
         for name, digest in files.items():
             if ".." in Path(name).parts or Path(name).is_absolute() or file_digest(path / name) != digest:
-                raise CheckpointError(_damaged(path, f"{name} does not match its recorded SHA-256"))
+                raise CheckpointError(_damage_message(path, f"{name} does not match its recorded SHA-256"))
         tensors = (read_tensors or read_whole)(path)
     except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(_damaged(path, shown(error))) from error
+        raise CheckpointError(_damage_message(path, shown(error))) from error
     return TrainState(step, meta, tensors)
 
 
 def read_whole(folder: Path, places: Places | None = None) -> Tensors:
-    """The tensors of a checkpoint, whole, however many processes wrote it.
+    """Read the whole tensors of a checkpoint that any number of processes wrote.
 
     Args:
         folder: of the checkpoint.
@@ -180,7 +180,7 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
         )
 
 
-def _damaged(path: Path, why: str) -> str:
+def _damage_message(path: Path, why: str) -> str:
     return (
         f"The training checkpoint {path} is damaged: {why}. It cannot be resumed; delete this folder to start "
         "the run again."
@@ -190,7 +190,7 @@ def _damaged(path: Path, why: str) -> str:
 def _remove_older(folder: Path, newest: Path) -> None:
     number = int(newest.name.removeprefix("step-"))
     for path in folder.iterdir():
-        found = _STEP.match(path.name)
+        match = _STEP.match(path.name)
         leftover = path.name.startswith(".step-") and path.name.endswith(".tmp")  # of a killed process
-        if leftover or (found and int(found[1]) < number):
+        if leftover or (match and int(match[1]) < number):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the micro batches of one optimizer step add up to."""
+"""Sums over the micro batches of one optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyprune.train.objective import LossTerms
 
 @dataclass(frozen=True)
 class Weight:
-    """What a micro batch's means count for in the means over all of its batch.
+    """Weights of a micro batch's means in the means over its batch.
 
     Attributes:
         predicted: its share of the predicted tokens: the weight of losses.
@@ -23,11 +23,11 @@ class Weight:
 
 
 class Sums:
-    """What the micro batches of a step add up to, on the device: it is looked at once a step.
+    """Sums over the micro batches of a step, on the device: they are read once a step.
 
     Attributes:
         lm: mean of -log p over the step's predicted tokens, nats.
-        total: what is minimised, without penalties.
+        total: the minimised loss, without penalties.
         penalty: mean over the step's tokens of an activation penalty.
         parts: other terms, for the report.
     """
@@ -39,8 +39,8 @@ class Sums:
         self.parts: dict[str, Tensor | float] = {}
 
     def add(self, terms: LossTerms, weight: Weight) -> Tensor:
-        """Add a micro batch; what it adds to the loss, differentiable."""
-        loss = terms.minimised * weight.predicted
+        """Add a micro batch, and return its share of the loss, differentiable."""
+        loss = terms.main_loss * weight.predicted
         self.lm = self.lm + terms.lm.detach() * weight.predicted
         self.total = self.total + loss.detach()
         for name, part in terms.parts.items():
@@ -51,6 +51,6 @@ class Sums:
         self.penalty = self.penalty + share.detach()
         return loss + share
 
-    def minimised(self) -> float:
-        """A number that is finite if everything here is."""
+    def total_loss(self) -> float:
+        """Return a number that is finite if all sums are."""
         return float(self.lm + self.total + self.penalty)

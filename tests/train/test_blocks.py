@@ -14,7 +14,7 @@ from pyprune.ops.regularised_adamw import decoded, encoded
 from pyprune.runtime import processes
 from pyprune.train.blocks import ENDS, Place, recut_whole
 from pyprune.train.sharded import Whole
-from pyprune.train.shards import SHARDS, quietly, read_shards
+from pyprune.train.shards import SHARDS, read_shards, silence_torch
 from pyprune.train.state import TrainState, load_state, save_state
 
 SHAPES = {"rows": (7, 5), "few rows": (2, 300), "columns": (6, 12), "blocks": (3, 768), "vector": (600,)}
@@ -50,7 +50,7 @@ def written(folder: Path, count: int, *parts: dict[str, Tensor]) -> Path:
     named = {f"optimizer/{key}@{n}/{count}": t for n, given in enumerate(parts) for key, t in given.items()}
 
     def write(place: Path, _: object) -> None:
-        with quietly():
+        with silence_torch():
             save({"weights/w": torch.ones(2), **named}, checkpoint_id=place / SHARDS, no_dist=True)
 
     return save_state(folder, TrainState(4, {}), write_tensors=write)

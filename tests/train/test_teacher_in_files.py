@@ -215,7 +215,7 @@ def test_files_of_which_no_layer_can_be_read_are_refused(
 def test_processes_do_not_divide_a_model_of_files(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
     monkeypatch.setattr(processes, "division", lambda: Division(torch.device("cpu"), "first"))
-    assert sharded.to_read(model) is model
+    assert sharded.model_to_read(model) is model
 
 
 def test_a_resumed_run_finds_the_same_teacher_in_files(dense: Path) -> None:
