@@ -1,30 +1,31 @@
-"""What tells one machine's records from another's."""
+"""Entries of records: the machine, the release of vLLM, and a plan's seconds next to the dense model's."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyprune.fit.profile import Profile
+    from pyprune.fit.profile import Profile, Timing
+    from pyprune.fit.quantities import Quantity
 
 FIRST_RELEASE = "0.32.0"
-"""The release of vLLM that all records are of which were made before keys said one."""
+"""The release of vLLM of all records whose keys name none."""
 Machine = tuple[str, int, tuple[str, ...]]
-"""(device, CPUs, the instruction sets that matter): clouds give several processors one name."""
+"""(device, CPUs, instruction sets): clouds give several processors one name."""
 
 
 def machine_of(environment: Mapping[str, Any]) -> Machine:
-    """The machine of a record's environment."""
+    """Return the machine of a record's environment."""
     return environment["device"], environment["cpus"], tuple(environment["isa"])
 
 
 def serving_environment() -> dict[str, Any]:
-    """What a record says of where vLLM served: on the GPU, where there is one."""
+    """Return the environment of a record of vLLM: of the GPU, if there is one."""
     from pyprune.serving.load.run import accelerator_name
     from pyprune.serving.stats import environment_record
 
@@ -32,7 +33,7 @@ def serving_environment() -> dict[str, Any]:
 
 
 def named_release(environment: Mapping[str, Any]) -> list[str]:
-    """What a key says of the release of vLLM: nothing of :data:`FIRST_RELEASE`, whose records have keys without it."""
+    """Return the part of a key that names the release of vLLM; nothing for :data:`FIRST_RELEASE`."""
     from pyprune.serving.stats import vllm_release
 
     release = vllm_release(environment)
@@ -40,18 +41,18 @@ def named_release(environment: Mapping[str, Any]) -> list[str]:
 
 
 def profiled_on(profile: Profile) -> Machine:
-    """The machine of a profile."""
+    """Return the machine of a profile."""
     machine = profile.machine
     return machine["device"], machine["cores"], tuple(machine["isa"])
 
 
 def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]:
-    """This machine's environment, by the device of a profile that was measured here.
+    """Return this machine's environment, for a profile that was measured here.
 
     Args:
-        profile: what is to be used.
-        path: where it was read.
-        instead: what to do where it was not measured here, a sentence.
+        profile: the profile to use.
+        path: its file.
+        instead: a sentence that says what to do if it was measured elsewhere.
 
     Raises:
         ConfigError: it was measured on another machine.
@@ -59,11 +60,11 @@ def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]
     from pyprune.fit.profile import this_machine
     from pyprune.serving.stats import environment_record
 
-    found = environment_record(this_machine(profile.machine["device"])["device"])
-    there, here = profiled_on(profile), machine_of(found)
+    environment = environment_record(this_machine(profile.machine["device"])["device"])
+    there, here = profiled_on(profile), machine_of(environment)
     if there != here:
         raise ConfigError(f"{path} was measured on {named(there)}; this is {named(here)}. {instead}")
-    return found
+    return environment
 
 
 def metric(text: str, name: str) -> float:
@@ -83,6 +84,30 @@ def metric(text: str, name: str) -> float:
 
 
 def named(machine: Machine) -> str:
-    """A machine in a table."""
+    """Return a machine as a cell of a table."""
     device, cpus, isa = machine
     return f"{device} ({cpus} CPUs{', AMX' if 'amx_bf16' in isa else ''})"
+
+
+def beside_dense(turns: Sequence[Timing], name: str, quantity: Quantity) -> dict[str, Any]:
+    """Return the median seconds of a model and of the dense one, its share of the dense model's time, and the spread.
+
+    Args:
+        turns: of a group of engines.
+        name: of the model.
+        quantity: the workload.
+    """
+    from statistics import median
+
+    from pyprune.fit.measured import relative_seconds
+    from pyprune.fit.profile import DENSE
+
+    seconds, spread = relative_seconds(turns, quantity)
+    samples, dense = ([t.seconds for t in turns if (t.probe, t.quantity) == (one, quantity)] for one in (name, DENSE))
+    return {
+        "seconds": median(samples),
+        "dense_seconds": median(dense),
+        "turns": len(samples),
+        "share_of_dense": seconds[name] / seconds[DENSE],
+        "spread": spread[name],
+    }

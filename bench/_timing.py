@@ -72,7 +72,10 @@ class Case:
     def record(self) -> dict[str, Any]:
         """The case as a line of the JSONL file."""
         names = ("op", "dtype", "variant", "implementation", "traffic")
-        return {**{name: getattr(self, name) for name in names}, "samples_ms": self.samples}
+        record: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.samples:
+            record |= {"median_ms": self.median, "mad_ms": self.deviation, "samples": len(self.samples)}
+        return record
 
 
 @contextmanager
@@ -188,7 +191,7 @@ def conditions(device: torch.device) -> dict[str, object]:
 
 
 def keep(path: Path, cases: Iterable[Case], about: dict[str, object]) -> None:
-    """Append every sample to the results file."""
+    """Append a summary of every case to the results file."""
     append_jsonl(path, ({**about, **case.record()} for case in cases))
 
 

@@ -39,9 +39,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._beside import beside_dense
 from bench._command import exit_status, read_names, seeds
-from bench._machine import environment_of, machine_of, named
+from bench._machine import beside_dense, environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
@@ -261,8 +260,8 @@ class Bench:
         return PrunePlan.from_json(path.read_text())
 
     def _keep(self, profile: Profile, quantity: Quantity, key: str, turns: Sequence[Timing]) -> None:
-        found = beside_dense(turns, key, quantity)
-        share = round(found.pop("share_of_dense"), 5)
+        figures = beside_dense(turns, key, quantity)
+        share = round(figures.pop("share_of_dense"), 5)
         self.records.add(
             {
                 "kind": "time",
@@ -270,7 +269,7 @@ class Bench:
                 "quantity": str(quantity),
                 "engine": profile.engine,
                 "dtype": profile.dtype,
-                **found,
+                **figures,
                 "measured_share": share,
                 "environment": self.environment,
             }

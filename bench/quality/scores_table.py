@@ -195,8 +195,8 @@ def conditions(records: Sequence[Json], out: Path) -> list[str]:
     ]
     found += [f"Failed: {r['scorer']}, seed {r['seed']}: {r['error']}" for r in records if r["error"]]
     kept = {f"moreau{tail}": out / f"{KEPT}-seed{first_seed(records)}{tail}" for tail in ("", "-recovered")}
-    names = " ".join(f"{name}={folder}" for name, folder in kept.items())
-    found.append(f"Speed against dense: `python -m bench.serving.runner dense={out / 'dense'} {names} --engine vllm`.")
+    folders = " ".join(map(str, kept.values()))
+    found.append(f"Speed against dense: `pyprune bench {folders} --against {out / 'dense'} --engine vllm`.")
     return found
 
 

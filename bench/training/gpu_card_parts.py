@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._beside import beside_dense
 from bench._card_plans import UNEQUAL, card_plans
 from bench._command import exit_status
+from bench._machine import beside_dense
 from pyprune.errors import MissingDependencyError, PypruneError
 from pyprune.families import family_for
 from pyprune.fit.profile import DENSE, Timing
@@ -125,11 +125,9 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _lines(name: str, measured: dict[Quantity, dict[str, Any]]) -> list[tuple[str, ...]]:
-    from pyprune.serving.stats import median
-
     return [
         (
-            *(name, str(quantity), f"{median(m['seconds']):.3f}", f"{median(m['dense_seconds']):.3f}"),
+            *(name, str(quantity), f"{m['seconds']:.3f}", f"{m['dense_seconds']:.3f}"),
             *(f"{1 / m['share_of_dense']:.2f}", f"{m['spread']:.1%}"),
         )
         for quantity, m in measured.items()

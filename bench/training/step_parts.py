@@ -58,8 +58,8 @@ class _Stopwatch:
 
 def time_parts(
     step: Callable[[], object], watched: Sequence[Watched], repeats: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Milliseconds that each part takes of a step, one for each of ``repeats`` steps after one that does not count.
+) -> dict[str, float]:
+    """Return the median milliseconds of each part of a step, over ``repeats`` steps after one that does not count.
 
     On a GPU the device is waited for at both ends of a part, so that parts do not overlap and their sum is more than a
     step takes.
@@ -79,7 +79,7 @@ def time_parts(
             with watch.part(REST):
                 step()
         steps.append(watch.milliseconds)
-    return {part: [found[part] for found in steps[1:]] for part in PARTS}
+    return {part: median([milliseconds[part] for milliseconds in steps[1:]]) for part in PARTS}
 
 
 def parts_table(records: Sequence[dict[str, Any]]) -> str:
@@ -87,7 +87,7 @@ def parts_table(records: Sequence[dict[str, Any]]) -> str:
     rows: list[tuple[Cell, ...]] = []
     for record in records:
         if "parts_ms" in record:
-            seconds = [median(record["parts_ms"][part]) / 1e3 for part in PARTS]
+            seconds = [record["parts_ms"][part] / 1e3 for part in PARTS]
             cells = (f"{s:.2f}" if s else None for s in seconds)
             rows.append((record["op"], record["implementation"], f"{sum(seconds):.2f}", *cells))
     return markdown_table(Table("Parts of a step, seconds", ("step", "implementation", "sum", *PARTS), tuple(rows)))

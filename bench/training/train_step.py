@@ -76,7 +76,6 @@ from pyprune.run.recipe import build_config
 from pyprune.runtime.device import DTYPES
 from pyprune.runtime.records import append_jsonl
 from pyprune.runtime.report import Cell, Table, markdown_table
-from pyprune.serving.stats import mad, median
 from pyprune.train.compiled import compiled_layers
 from pyprune.train.lean import to_bfloat16
 from pyprune.train.loop import _Run
@@ -429,8 +428,7 @@ def _baseline(records: Sequence[dict[str, Any]], form: str) -> dict[str, Any] | 
 
 def _median_seconds(record: dict[str, Any]) -> tuple[float, float]:
     """Median and median absolute deviation."""
-    seconds = [ms / 1e3 for ms in record["samples_ms"]]
-    return median(seconds), mad(seconds)
+    return record["median_ms"] / 1e3, record["mad_ms"] / 1e3
 
 
 def _peak_over_predicted(record: dict[str, Any]) -> float | None:

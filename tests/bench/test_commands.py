@@ -17,7 +17,7 @@ COMMANDS = sorted(
 
 
 def test_commands_are_found() -> None:
-    assert {"fit.fit", "kernels.ops", "serving.serving_card", "serving.soak"} <= set(COMMANDS)
+    assert {"fit.fit", "kernels.ops", "serving.serving_card"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

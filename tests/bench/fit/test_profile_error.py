@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,20 +36,22 @@ ENVIRONMENT = {"device": MACHINE["device"], "cpus": MACHINE["cores"], "isa": MAC
 
 
 @pytest.fixture
-def records(tmp_path: Path) -> tuple[Path, Path]:
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """(profile, records): every measured time is 5 % above the prediction, every share of the dense model 10 %."""
     profile = fake_profile(quantities=profile_error.WORKLOADS)
     costs = MeasuredCosts(profile)
     identity = PrunePlan.identity(profile.model_type, profile.dense)
     rows: list[dict[str, Any]] = []
-    for name, plan in {"fewer": identity.drop_layers([1]), "narrow": identity.keep_hidden(range(300))}.items():
+    plans = {"fewer": identity.drop_layers([1]), "narrow": identity.keep_hidden(range(300))}
+    monkeypatch.setattr(profile_error, "never_profiled", lambda dense=None: plans)
+    for name, plan in plans.items():
         measured = {}
         for quantity in profile_error.WORKLOADS:
             seconds = costs.predicted(quantity, plan)
             share = seconds / costs.predicted(quantity, identity)
-            measured[str(quantity)] = {"seconds": [1.05 * seconds], "share_of_dense": 1.1 * share}
+            measured[str(quantity)] = {"seconds": 1.05 * seconds, "share_of_dense": 1.1 * share}
         rows.append(
-            {"kind": "row", "key": name, "name": name, "engine": "transformers", "plan": plan.to_dict(),
+            {"kind": "row", "key": name, "name": name, "engine": "transformers", "dense": asdict(plan.dense),
              "measured": measured, "environment": ENVIRONMENT}
         )  # fmt: skip
     append_jsonl(tmp_path / "rows.jsonl", rows)
@@ -126,8 +128,8 @@ def test_plans_are_timed_beside_the_dense_model_and_recorded(tmp_path: Path, mon
     rows = {row["name"]: row["measured"] for row in RecordFile(options.jsonl).of("row").values()}
     assert set(rows) == {"ffn 1 of 3", "hidden 2 of 3"}
     for quantity in map(str, profile_error.WORKLOADS):
-        assert rows["ffn 1 of 3"][quantity]["seconds"] == [0.2]
-        assert rows["ffn 1 of 3"][quantity]["dense_seconds"] == [0.4, 0.4]
+        assert rows["ffn 1 of 3"][quantity]["seconds"] == 0.2
+        assert rows["ffn 1 of 3"][quantity]["dense_seconds"] == 0.4
         assert rows["ffn 1 of 3"][quantity]["share_of_dense"] == pytest.approx(0.5)
         assert rows["hidden 2 of 3"][quantity]["share_of_dense"] == pytest.approx(0.75)
     assert {path.name for path in (tmp_path / "work").iterdir()} == {"dense"}, "what was timed is removed"

@@ -56,7 +56,7 @@ class TestOps:
             for dtype in ("float32", "bfloat16"):
                 own = [row for row in rows if (row["op"], row["dtype"]) == (op, dtype)]
                 assert {CEILING, kernel} <= {row["implementation"] for row in own}, (op, dtype)
-                assert all(len(row["samples_ms"]) == 2 and min(row["samples_ms"]) > 0 for row in own)
+                assert all(row["samples"] == 2 and row["median_ms"] > 0 for row in own)
                 assert all(row["traffic"] > 0 and row["size"] == [64, 136] for row in own)
         keys = [(row["op"], row["dtype"], row["variant"], row["implementation"]) for row in rows]
         assert len(keys) == 2 * len(set(keys)), "no case twice in a run"

@@ -40,7 +40,7 @@ def test_every_kind_of_part_runs_in_small(tmp_path: Path, capfd: pytest.CaptureF
     assert tests["passed"] == 4, "of tests/gpu, in the interpreter"
     assert tests["failures"] == []
     assert [row["name"] for row in served] == [UNEQUAL]
-    assert all(len(m["seconds"]) == len(m["dense_seconds"]) - 1 for row in served for m in row["measured"].values())
+    assert all(m["seconds"] > 0 and m["turns"] for row in served for m in row["measured"].values())
     timed = records(tmp_path / "ops.jsonl")
     assert {row["op"] for row in timed if row["implementation"] == "triton"} == {"perturb", "slice_gather"}
     steps = records(tmp_path / "optimizer.jsonl")
