@@ -7,7 +7,7 @@ chooses. Subnormal numbers are not flushed to zero; docs/ops.md has the rule and
 
 from __future__ import annotations
 
-from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, no_triton, without_values
+from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, plain_torch, triton_obstacle
 from pyprune.ops.group_importance import group_importance
 from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
 from pyprune.ops.group_soft_threshold import group_soft_threshold
@@ -29,10 +29,10 @@ __all__ = [
     "group_soft_threshold",
     "layer_norm_virtual",
     "moreau_step",
-    "no_triton",
+    "triton_obstacle",
     "perturb",
     "regularised_adamw",
     "residual_diff_norm",
     "slice_gather",
-    "without_values",
+    "plain_torch",
 ]

@@ -1,9 +1,8 @@
 """Which implementation of an op runs, and why.
 
-Every op hands :func:`choose` one check per backend. A check returns ``None`` when the backend can run this
-very call and otherwise the reason why not. ``PYPRUNE_BACKEND=auto`` (the default) takes the first that can,
-in the order triton, cpp, python, and logs its reason once; a backend that was chosen by name and cannot
-run raises.
+Every op passes :func:`choose` one check per backend. A check returns the obstacle to running this call, or
+``None``. ``PYPRUNE_BACKEND=auto`` (the default) takes the first backend without one, in the order triton, cpp, python,
+and logs the reason once; a backend that was chosen by name and cannot run raises.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NOT_BUILT = "the extension pyprune._C is not built (reinstall with PYPRUNE_REQUI
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger("pyprune.ops")
-_without_values: ContextVar[bool] = ContextVar("without_values", default=False)
+_plain_torch: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
 class OpError(PypruneError, ValueError):
@@ -46,13 +45,13 @@ class BackendError(PypruneError, RuntimeError):
 
 
 def extension() -> ModuleType | None:
-    """The compiled module ``pyprune._C``, or None when the package was installed without it or it cannot be loaded."""
-    return _loaded()[0]
+    """Return the compiled module ``pyprune._C``; None if it is not installed or cannot be loaded."""
+    return _load_extension()[0]
 
 
 @cache
-def _loaded() -> tuple[ModuleType | None, str]:
-    """The compiled module, or the reason why there is none."""
+def _load_extension() -> tuple[ModuleType | None, str]:
+    """Return the compiled module, or None and the reason."""
     try:
         return importlib.import_module("pyprune._C"), ""
     except ModuleNotFoundError:
@@ -62,23 +61,23 @@ def _loaded() -> tuple[ModuleType | None, str]:
 
 
 def available_isas() -> list[str]:
-    """Instruction sets that the C++ kernels can use here, lowest first; empty if there are none."""
+    """Return the instruction sets that the C++ kernels can use here, lowest first; empty without kernels."""
     module = extension()
     return [] if module is None else list(module.available_isas())
 
 
 def backend_report() -> dict[str, str]:
-    """One line per backend for ``pyprune env``: whether it can run here, and why not."""
+    """Report for ``pyprune env`` whether each backend can run here, or its obstacle; one line a backend."""
     module = extension()
-    cpp = _no_extension() if module is None else f"available, {module.active_isa()}"
+    cpp = _extension_obstacle() if module is None else f"available, {module.active_isa()}"
     if module is not None and not module.openmp:
         cpp += "; one thread, because it was built without OpenMP"
-    triton = no_triton() or ("available" if torch.cuda.is_available() else "available, but there is no GPU")
+    triton = triton_obstacle() or ("available" if torch.cuda.is_available() else "available, but there is no GPU")
     return {"selected": requested_backend(), "triton": triton, "cpp": cpp, "python": "available"}
 
 
 def requested_backend() -> str:
-    """The value of PYPRUNE_BACKEND, checked.
+    """Return the value of PYPRUNE_BACKEND, checked.
 
     Raises:
         BackendError: the value is not auto, python, triton or cpp.
@@ -91,13 +90,13 @@ def requested_backend() -> str:
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
-    """In the block every op runs in plain torch, whatever PYPRUNE_BACKEND says: tensors have shapes but no values."""
-    token = _without_values.set(True)
+def plain_torch() -> Iterator[None]:
+    """Run every op of the block in plain torch, whatever PYPRUNE_BACKEND is: its tensors have shapes but no values."""
+    token = _plain_torch.set(True)
     try:
         yield
     finally:
-        _without_values.reset(token)
+        _plain_torch.reset(token)
 
 
 def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
@@ -111,7 +110,7 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
         BackendError: PYPRUNE_BACKEND names a backend that the op does not have or that cannot run this call.
     """
     requested = requested_backend()
-    if _without_values.get():
+    if _plain_torch.get():
         return "python"
     if requested != "auto":
         backend = cast(Backend, requested)
@@ -125,7 +124,7 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
     refusals: list[str] = []
     for backend in PREFERENCE:
         reason = _refusal(checks, backend)
-        if backend == "triton" and reason is None and interpreting():
+        if backend == "triton" and reason is None and uses_interpreter():
             reason = f"its interpreter is for tests and runs only with {ENVIRONMENT_VARIABLE}=triton"
         if reason is None:
             _log_once(op, backend, "; ".join(refusals))
@@ -145,14 +144,14 @@ def _log_once(op: str, backend: Backend, refusals: str) -> None:
     logger.info("%s runs on %s (%s)", op, backend, refusals or "first choice")
 
 
-def _no_extension() -> str:
-    return _loaded()[1] or NOT_BUILT
+def _extension_obstacle() -> str:
+    return _load_extension()[1] or NOT_BUILT
 
 
-def no_cpp(*tensors: torch.Tensor) -> str | None:
-    """Reason why the C++ kernels cannot take these tensors, or None."""
+def cpp_obstacle(*tensors: torch.Tensor) -> str | None:
+    """Return the reason why the C++ kernels cannot take these tensors, or None."""
     if extension() is None:
-        return _no_extension()
+        return _extension_obstacle()
     for tensor in tensors:
         if tensor.device.type != "cpu":
             return f"a tensor is on {tensor.device}, the C++ kernels need cpu"
@@ -161,8 +160,8 @@ def no_cpp(*tensors: torch.Tensor) -> str | None:
     return None
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run under its interpreter (TRITON_INTERPRET=1), which needs no GPU."""
+def uses_interpreter() -> bool:
+    """Check whether Triton kernels run under its interpreter (TRITON_INTERPRET=1), which needs no GPU."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "y", "yes"}
 
 
@@ -171,12 +170,12 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def no_triton(*tensors: torch.Tensor) -> str | None:
-    """Reason why the Triton kernels cannot take these tensors, or None."""
+def triton_obstacle(*tensors: torch.Tensor) -> str | None:
+    """Return the reason why the Triton kernels cannot take these tensors, or None."""
     if not _triton_installed():
         return "the package triton is not installed"
     for tensor in tensors:
-        if tensor.device.type != "cuda" and not interpreting():
+        if tensor.device.type != "cuda" and not uses_interpreter():
             return f"a tensor is on {tensor.device}, Triton needs a GPU or TRITON_INTERPRET=1"
         if tensor.dtype not in KERNEL_DTYPES:
             return f"dtype is {tensor.dtype}, the Triton kernels take float32, bfloat16 and float16"
@@ -184,17 +183,17 @@ def no_triton(*tensors: torch.Tensor) -> str | None:
 
 
 def tensor_view(tensor: torch.Tensor) -> object:
-    """The torch-free description of a CPU tensor that the C++ bindings check and read."""
+    """Describe a CPU tensor without torch, for the C++ bindings to check and read."""
     module = cast(ModuleType, extension())
     dtype = str(tensor.dtype).removeprefix("torch.")
     return module.Tensor(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
 
 
 def disjoint(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors share no memory."""
+    """Check that two tensors share no memory."""
     if not first.numel() or not second.numel() or first.device != second.device:
         return True
-    # Judged by the span from first to last element: views that interleave count as sharing, which is safe.
+    # By the span from first to last element: views that interleave count as sharing, which is safe.
     begins, ends = zip(*(_span(tensor) for tensor in (first, second)), strict=True)
     return bool(max(begins) >= min(ends))
 
@@ -206,11 +205,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def threads() -> int:
-    """Threads for a C++ kernel: torch's own setting, so that one knob governs both."""
+    """Return the number of threads for a C++ kernel: torch's setting, which governs both."""
     return torch.get_num_threads()
 
 
-def checked_axis(axis: int, dimensions: int) -> int:
+def check_axis(axis: int, dimensions: int) -> int:
     """Return ``axis`` counted from the front.
 
     Raises:
@@ -221,11 +220,10 @@ def checked_axis(axis: int, dimensions: int) -> int:
     return axis % dimensions
 
 
-def checked_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Tensor) -> torch.Tensor:
+def check_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Tensor) -> torch.Tensor:
     """Return ``index`` as a LongTensor on ``like``'s device.
 
-    An index tensor that already lives on an accelerator is taken as it is: checking it would wait for the
-    device at every step.
+    An index tensor on an accelerator is not checked: that would wait for the device at every step.
 
     Raises:
         OpError: not integers, out of range, negative, or repeated (a group would be counted twice).
@@ -245,7 +243,7 @@ def checked_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Te
 
 
 def _index_facts(index: torch.Tensor, size: int) -> tuple[int, int, bool]:
-    """The least and the greatest of positions on the CPU, and whether one is there twice.
+    """Return the least and the greatest of positions on the CPU, and whether one occurs twice.
 
     With torch alone this takes longer than a proximal step of a small weight.
     """
@@ -257,7 +255,7 @@ def _index_facts(index: torch.Tensor, size: int) -> tuple[int, int, bool]:
     return low, high, repeated
 
 
-def checked_threshold(threshold: float, name: str = "threshold") -> float:
+def check_threshold(threshold: float, name: str = "threshold") -> float:
     """Return a threshold as a float.
 
     Raises:
@@ -269,7 +267,7 @@ def checked_threshold(threshold: float, name: str = "threshold") -> float:
     return value
 
 
-def checked_kind(kind: str) -> str:
+def check_kind(kind: str) -> str:
     """Return ``kind`` if it is "l1" or "l2".
 
     Raises:
@@ -280,8 +278,8 @@ def checked_kind(kind: str) -> str:
     return kind
 
 
-def rounded_scalar(value: float, dtype: torch.dtype, name: str = "threshold") -> float:
-    """A scalar as every backend sees it: in float32, unless the tensors are float64.
+def round_scalar(value: float, dtype: torch.dtype, name: str = "threshold") -> float:
+    """Round a scalar as every backend does: to float32, unless the tensors are float64.
 
     Raises:
         OpError: it is then NaN or infinite.
@@ -296,7 +294,7 @@ def rounded_scalar(value: float, dtype: torch.dtype, name: str = "threshold") ->
 
 
 def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
-    """(rows, cols, axis) of the matrix that a contiguous tensor is for this axis; None for a middle axis."""
+    """Return (rows, cols, axis) of a contiguous tensor as a matrix for this axis; None for a middle axis."""
     count = shape[axis]
     elements = 1
     for size in shape:
@@ -309,10 +307,10 @@ def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
     return None
 
 
-def no_middle_axis(
+def axis_obstacle(
     check: Callable[..., str | None], shape: tuple[int, int, int] | None, *tensors: torch.Tensor
 ) -> str | None:
-    """Reason why a kernel on matrices cannot take these tensors: those of ``check``, or an axis in the middle."""
+    """Return why a kernel on matrices cannot take these tensors: an axis in the middle, or the result of ``check``."""
     if shape is None:
         size = tuple(tensors[0].shape)
         return f"the kernels take the first or the last axis, not one in the middle of {size}"

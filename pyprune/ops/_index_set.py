@@ -1,4 +1,4 @@
-"""What the ops on selected slices of a tensor share: the checked selection, and the matrix that a kernel works on."""
+"""Shared by the ops on selected slices of a tensor: the checked selection, and the matrix for the kernels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pyprune.ops._dispatch import (
     Check,
     OpError,
     as_matrix,
-    checked_axis,
-    checked_index,
+    axis_obstacle,
+    check_axis,
+    check_index,
     choose,
-    no_cpp,
-    no_middle_axis,
-    no_triton,
-    rounded_scalar,
+    cpp_obstacle,
+    round_scalar,
+    triton_obstacle,
 )
 
 
@@ -31,9 +31,9 @@ class Selection:
     Attributes:
         index: positions, int64 on the tensor's device, contiguous.
         axis: the dimension they count along, from the front.
-        matrix: (rows, cols, axis) of the matrix that the tensor is; None when ``axis`` is in the middle.
+        matrix: (rows, cols, axis) of the tensor as a matrix; None when ``axis`` is in the middle.
         single: every slice is one element, so that its l2 norm is its magnitude.
-        offset: what is added to the weights first (1 for norms that multiply by 1 + w).
+        offset: added to the weights first (1 for norms that multiply by 1 + w).
     """
 
     index: torch.Tensor
@@ -51,33 +51,33 @@ def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: 
     """
     if w.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {w.dtype}")
-    axis = checked_axis(axis, w.dim())
-    positions = checked_index(index, w.shape[axis], w).contiguous()
+    axis = check_axis(axis, w.dim())
+    positions = check_index(index, w.shape[axis], w).contiguous()
     single = w.numel() == w.shape[axis]
-    offset = rounded_scalar(offset, w.dtype, "offset")
+    offset = round_scalar(offset, w.dtype, "offset")
     return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, offset)
 
 
 def backend_for(op: str, matrix: tuple[int, int, int] | None, *tensors: torch.Tensor) -> Backend:
-    """The backend for tensors that are, for the chosen axis, a ``matrix``.
+    """Choose the backend for tensors that form a ``matrix``, or None, for the chosen axis.
 
     Raises:
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
     checks: dict[Backend, Check] = {
-        "triton": partial(no_middle_axis, no_triton, matrix, *tensors),
-        "cpp": partial(no_middle_axis, no_cpp, matrix, *tensors),
+        "triton": partial(axis_obstacle, triton_obstacle, matrix, *tensors),
+        "cpp": partial(axis_obstacle, cpp_obstacle, matrix, *tensors),
     }
     return choose(op, checks)
 
 
 def as_rows(tensor: torch.Tensor, matrix: tuple[int, int, int]) -> torch.Tensor:
-    """``tensor`` as a contiguous matrix without gradient: itself, or a copy if it is not contiguous."""
+    """Return ``tensor`` as a contiguous matrix without gradient: itself, or a copy if it is not contiguous."""
     return tensor.detach().contiguous().view(matrix[0], matrix[1])
 
 
-def written(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Take over what a kernel wrote into ``as_rows(target)``, and tell autograd that the target changed."""
+def write_back(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy the result of a kernel from ``as_rows(target)`` back, and tell autograd that the target changed."""
     if rows.data_ptr() == target.data_ptr():
         torch.autograd.graph.increment_version(target)
     else:

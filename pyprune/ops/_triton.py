@@ -15,7 +15,7 @@ COLUMN_STEPS = 8
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any, **constants: Any) -> None:
-    """Run a kernel where its tensors are; every launch comes through here.
+    """Run a kernel on the device of its tensors; every launch uses this function.
 
     Triton launches on torch's current GPU, whatever GPU the tensors are on.
 
@@ -32,7 +32,7 @@ def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *others: Any
 
 @triton.jit
 def to_float32(value):
-    """Storage as float32, exactly.
+    """Convert storage to float32, exactly.
 
     bfloat16 is the upper half of float32, and is widened on the bits: Triton's interpreter converts subnormals wrongly,
     in either direction. A GPU's own conversions are exact.
@@ -45,13 +45,13 @@ def to_float32(value):
 
 @triton.jit
 def load_float32(pointer, inside):
-    """Elements of a tensor in float32, 0 outside."""
+    """Load elements of a tensor in float32, 0 outside."""
     return to_float32(tl.load(pointer, mask=inside, other=0.0))
 
 
 @triton.jit
 def upper_half(bits):
-    """The bfloat16 values in the upper halves of float32's bits, uint32."""
+    """Return the bfloat16 values in the upper halves of float32's bits, uint32."""
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
@@ -71,7 +71,7 @@ def to_storage(value, dtype: tl.constexpr):
 
 @triton.jit
 def shrink_scale(squared_norm, threshold):
-    """Factor of a group in the group soft-threshold; 0 for a group that is removed."""
+    """Return the factor of a group in the group soft-threshold; 0 for a removed group."""
     norm = tl.sqrt(squared_norm)
     # The comparison is false for NaN, so that a NaN reaches the whole group. A zero norm is replaced only to
     # keep the branch that is not taken from dividing by it.
@@ -94,7 +94,7 @@ def shrink_scales(sums: torch.Tensor, threshold: float) -> torch.Tensor:
 
 
 def column_grid(rows: int, cols: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Programs for whole columns, and the compile-time arguments of :func:`column_tile`.
+    """Return the programs for whole columns, and the compile-time arguments of :func:`column_tile`.
 
     A column is shared between programs: blocks of columns alone are too few to fill a GPU.
     """
@@ -105,13 +105,13 @@ def column_grid(rows: int, cols: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 @triton.jit
 def own_columns(BLOCK: tl.constexpr):
-    """The columns of a program of :func:`column_grid`."""
+    """Return the columns of a program of :func:`column_grid`."""
     return tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def column_tile(step, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """The elements of one step of a program of :func:`column_grid`.
+    """Locate the elements of one step of a program of :func:`column_grid`.
 
     Returns the elements' offsets and which of them exist, both ``[STEP, BLOCK]``.
     """
@@ -122,14 +122,14 @@ def column_tile(step, rows, cols, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK
 
 @triton.jit
 def store_column_sums(partial, sums, cols, BLOCK: tl.constexpr):
-    """Keep a program's ``[BLOCK]`` sums in its row of ``partial``, ``[programs of a column, cols]``."""
+    """Store a program's ``[BLOCK]`` sums in its row of ``partial``, ``[programs of a column, cols]``."""
     column = own_columns(BLOCK)
     tl.store(partial + tl.program_id(1).to(tl.int64) * cols + column, sums, mask=column < cols)
 
 
 @triton.jit
 def group_tile(index, groups, begin, length, cols, BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr):
-    """A tile of the selected rows or columns of a matrix: some groups, and STEP elements along each from ``begin``.
+    """Locate a tile of the selected rows or columns: GROUPS groups, and STEP elements along each from ``begin``.
 
     Returns the elements' offsets and which of them exist; ``[GROUPS, STEP]`` for rows and ``[STEP, GROUPS]`` for
     columns, so that the last dimension runs along memory.
@@ -148,8 +148,8 @@ def group_tile(index, groups, begin, length, cols, BY_ROW: tl.constexpr, GROUPS:
 
 
 @triton.jit
-def of_groups(values, BY_ROW: tl.constexpr):
-    """One value a group, laid along a tile of :func:`group_tile`."""
+def broadcast_groups(values, BY_ROW: tl.constexpr):
+    """Broadcast one value a group along a tile of :func:`group_tile`."""
     if BY_ROW:
         return values[:, None]
     else:
@@ -158,7 +158,7 @@ def of_groups(values, BY_ROW: tl.constexpr):
 
 @triton.jit
 def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, FOLDS: tl.constexpr):
-    """The three parts of sums over the tiles of :func:`group_tile`, for the functions of ``_triton_sums.py``."""
+    """Return three zero parts of sums over the tiles of :func:`group_tile`, for ``_triton_sums.py``."""
     DTYPE: tl.constexpr = tl.float64 if FOLDS < 0 else tl.float32  # as _triton_sums.FLOAT64 asks
     if BY_ROW:
         zeros = tl.zeros((GROUPS, STEP), dtype=DTYPE)
@@ -169,13 +169,13 @@ def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, FO
 
 @triton.jit
 def load_weights(w, at, inside, offset):
-    """``w + offset`` in float32, 0 outside."""
+    """Load ``w + offset`` in float32, 0 outside."""
     value = load_float32(w + at, inside) + offset
     return tl.where(inside, value, 0.0)
 
 
 def group_sizes(by_row: bool, cols: int) -> dict[str, int]:
-    """The shape of a tile for groups that are rows (a stretch of one), or columns (a block of them)."""
+    """Return the shape of a tile: a stretch of one row, or a block of columns."""
     if by_row:
         return {"BY_ROW": True, "GROUPS": 1, "STEP": min(2048, triton.next_power_of_2(cols))}
     return {"BY_ROW": False, "GROUPS": 64, "STEP": 32}

@@ -133,5 +133,5 @@ def folds(lanes: int, axis: int, device: torch.device) -> int:
 
 
 def fast_in_float64(device: torch.device) -> bool:
-    """Whether sums in float64 cost nothing beside the reading; Triton's interpreter does as a consumer GPU."""
+    """Check whether sums in float64 are hidden by the reading; Triton's interpreter acts as a consumer GPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in FAST_FLOAT64

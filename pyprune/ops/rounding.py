@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 22
-"""Values that are rounded at once: a few arrays of this many are held beside the result."""
+"""Values that are rounded at once: a few arrays of this size are held in addition to the result."""
 _BETWEEN = 1 << 16
 """Steps of float32 between two neighbours of bfloat16."""
 _SEEDING = 4096
-"""Values of which the random bits follow."""
+"""The random bits depend on this many first values."""
 _SPREAD = 0.24
-"""Of values that lie anywhere between their neighbours, the mean distance to the nearer one is 0.25 of a spacing."""
+"""Values anywhere between their neighbours are on average 0.25 of a spacing away from the nearer one."""
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """float32 to the nearest bfloat16 value below or above it, with probabilities that make the mean exact.
+    """Round float32 to the bfloat16 value below or above it, with probabilities that make the mean exact.
 
     Args:
         value: float32.
@@ -30,18 +30,17 @@ def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
 
 
 def changed_to_bfloat16(weight: Tensor, name: str) -> Tensor:
-    """A changed weight in bfloat16, so that what was changed stays, on average over its elements.
+    """Round a changed weight to bfloat16, so that the change is kept on average over its elements.
 
-    The weights of a bfloat16 checkpoint lie on bfloat16's values. A training that moves them by less than half the
-    distance to the next one would be taken back by rounding to nearest: an update of 2e-5 of a weight of 0.02. Where
-    the values of a weight lie nearer to bfloat16's than by chance they are rounded stochastically instead; elements
-    that did not change stay as they are either way. Where they lie anywhere between, to nearest, which is then as good
-    in the mean and nearer.
+    The weights of a bfloat16 checkpoint are values of bfloat16. Rounding to nearest would undo a training that moves
+    them by less than half the distance to the next value: an update of 2e-5 of a weight of 0.02. Where the values of a
+    weight are nearer to bfloat16's than by chance, they are rounded stochastically instead; unchanged elements stay as
+    they are either way. Other values are rounded to nearest, which is then as good in the mean and nearer.
 
     Args:
         weight: float32, of any shape.
-        name: of the weight: with its first values it gives the random bits, so that on one device the same weight gives
-            the same result, and one that is trained and rounded again does not always move the same way.
+        name: of the weight. Its first values and its name give the random bits: on one device the same weight gives the
+            same result, and one that is trained and rounded again does not always move the same way.
 
     Returns:
         bfloat16, of the same shape, on the same device.
@@ -53,17 +52,17 @@ def changed_to_bfloat16(weight: Tensor, name: str) -> Tensor:
     begins = flat[:_SEEDING].cpu().numpy().tobytes()
     generator = torch.Generator(flat.device).manual_seed(crc32(begins, crc32(name.encode())))
     for start in range(0, flat.numel(), _AT_ONCE):
-        some = flat[start : start + _AT_ONCE]
-        bits = torch.randint(_BETWEEN, some.shape, generator=generator, device=flat.device)
-        result[start : start + _AT_ONCE] = round_stochastically(some, bits)
+        part = flat[start : start + _AT_ONCE]
+        bits = torch.randint(_BETWEEN, part.shape, generator=generator, device=flat.device)
+        result[start : start + _AT_ONCE] = round_stochastically(part, bits)
     return result.view(weight.shape)
 
 
 def _lies_on_bfloat16(flat: Tensor) -> bool:
-    """Whether the elements that are not values of bfloat16 lie nearer to one than by chance."""
+    """Check whether the elements that are not values of bfloat16 are nearer to one than by chance."""
     distance = changed = 0
-    for some in flat.split(_AT_ONCE):
-        between = some.view(torch.int32) & (_BETWEEN - 1)
+    for part in flat.split(_AT_ONCE):
+        between = part.view(torch.int32) & (_BETWEEN - 1)
         distance += int(torch.minimum(between, _BETWEEN - between).sum())
         changed += int(between.count_nonzero())
     return distance < _SPREAD * _BETWEEN * changed

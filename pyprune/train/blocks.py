@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyprune.errors import CheckpointError
-from pyprune.ops.regularised_adamw import decoded, encoded
+from pyprune.ops.regularised_adamw import decode_moment, encode_moment
 
 CODES = "_codes"
 ENDS = (CODES, "_scale")
@@ -79,9 +79,9 @@ def recut(moment: str, shapes: Sequence[torch.Size], read: Read, places: Places)
     for number, held in enumerate(_boxes(moment, shapes, place.shape)):
         common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, place.box, strict=True)]
         if all(common):
-            part = decoded(*read(number), signed=_SIGNED[kind])
+            part = decode_moment(*read(number), signed=_SIGNED[kind])
             values[_inside(place.box, common)] = part[_inside(held, common)]
-    return dict(zip((moment + end for end in ENDS), encoded(values, signed=_SIGNED[kind]), strict=True))
+    return dict(zip((moment + end for end in ENDS), encode_moment(values, signed=_SIGNED[kind]), strict=True))
 
 
 def recut_whole(entries: Mapping[str, Tensor], places: Places) -> dict[str, Tensor]:

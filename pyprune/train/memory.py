@@ -27,7 +27,7 @@ from typing_extensions import override
 from pyprune.config.train import TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.families import decoder_layers
-from pyprune.ops import without_values
+from pyprune.ops import plain_torch
 from pyprune.ops.regularised_adamw import Moments
 from pyprune.runtime import processes
 from pyprune.runtime.products import products_in, products_in_float32
@@ -116,7 +116,7 @@ def training_memory(
     asked = config.dtype if device.type == "cpu" else "bfloat16"  # models of shapes are on a CPU for any device
     config = decide_dtype(decide_memory(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
-    with FakeTensorMode(allow_non_fake_inputs=True), without_values(), _attention_of_shapes(model, teacher):
+    with FakeTensorMode(allow_non_fake_inputs=True), plain_torch(), _attention_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
         if shares == 1 and teacher_in == "shares":

@@ -1,9 +1,9 @@
 """The optimizer of regularised training: AdamW that handles a group penalty in its own pass.
 
-Beside ``torch.optim.AdamW`` it knows penalties (:class:`pyprune.ops.regularised_adamw.Penalty`), bfloat16 weights
-with stochastic rounding, 8-bit moments, and a mode that steps each weight as soon as its gradient is there and frees
-that gradient. With the last three, regularising all weights of a 7B model takes 4.06 bytes a weight, the largest
-single gradient, and the activations.
+In addition to ``torch.optim.AdamW`` it has penalties (:class:`pyprune.ops.regularised_adamw.Penalty`), bfloat16
+weights with stochastic rounding, and 8-bit moments. In one mode it steps each weight as soon as its gradient is
+complete, and frees that gradient. With the last three, regularising all weights of a 7B model takes 4.06 bytes a
+weight, the largest single gradient, and the activations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.ops import available_isas, no_triton
+from pyprune.ops import available_isas, triton_obstacle
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 from pyprune.train.objective import ParameterGroup
 
@@ -93,12 +93,11 @@ class RegularisedAdamW(torch.optim.Optimizer):
         self.penalties: dict[Tensor, Penalty] = {}
         for parameter, penalty in (penalties or {}).items():
             self.penalties[parameter] = penalty
-        known = {p for group in self.param_groups for p in group["params"]}
-        if not self.penalties.keys() <= known:
+        if not self.penalties.keys() <= {p for group in self.param_groups for p in group["params"]}:
             raise ConfigError("A penalty names a tensor that is not among the optimizer's parameters.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy keep: all but the mode of stepping in backward, whose hooks they do not keep either."""
+        """Return the state for pickle and copy, without the mode of stepping in backward, whose hooks they drop."""
         names = ("quantised", "stochastic", "seed", "gradient_scale", "max_tensor_norm", "squared_norm", "penalties")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
@@ -223,12 +222,12 @@ class RegularisedAdamW(torch.optim.Optimizer):
 
     @property
     def _options(self) -> dict[str, int | bool]:
-        """What a resumed run must have in common with the one that saved, in addition to the parameter groups."""
+        """Return the options that a resumed run must share with the saving one, in addition to the parameter groups."""
         return {"moment_bits": 8 if self.quantised else 32, "stochastic": self.stochastic, "seed": self.seed}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The state and parameter groups as torch has them, and ``moment_bits``, ``stochastic`` and ``seed``."""
+        """Return the state and parameter groups as torch has them, and ``moment_bits``, ``stochastic`` and ``seed``."""
         return {**super().state_dict(), **self._options}
 
     @override
@@ -255,7 +254,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         self._stepped.clear()
 
     def _saved_states(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Parameters with what was saved for them; torch's ``load_state_dict`` says so where the numbers differ."""
+        """Yield parameters with their saved state; torch's ``load_state_dict`` reports differing numbers."""
         numbers = (i for group in state_dict["param_groups"] for i in group["params"])
         for parameter, number in zip(self._positions(), numbers, strict=False):
             yield parameter, state_dict["state"].get(number, {})
@@ -275,8 +274,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
             found = {key: (tuple(t.shape), t.dtype) for key, t in saved.items()}
             if state and found != expected:
                 raise ConfigError(
-                    f"The saved state of parameter number {position} is {_described(found)}; an optimizer with "
-                    f"moment_bits={self._options['moment_bits']} has {_described(expected)}. Load a state of the same "
+                    f"The saved state of parameter number {position} is {_describe(found)}; an optimizer with "
+                    f"moment_bits={self._options['moment_bits']} has {_describe(expected)}. Load a state of the same "
                     "parameters, or make the optimizer with the moment_bits that it was saved with."
                 )
 
@@ -338,7 +337,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
                 handle.remove()
 
 
-def _described(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
+def _describe(layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (shape, dtype) in layout.items()) or "empty"
 
 
@@ -357,7 +356,7 @@ def _check_hook_mode(clipping: str, max_grad_norm: float | None) -> None:
 
 
 def clip_factor(norm: float, max_grad_norm: float) -> float:
-    """What torch's ``clip_grad_norm_`` multiplies gradients of this norm with."""
+    """Return the factor of torch's ``clip_grad_norm_`` for gradients of this norm."""
     return min(1.0, max_grad_norm / (norm + 1e-6))
 
 
@@ -369,17 +368,17 @@ def clip_each_(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> N
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The l2 norm of each gradient, float32 [n], on the first one's device."""
+    """Return the l2 norm of each gradient, float32 [n], on the first one's device."""
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.stack([norm.to(norms[0].device) for norm in norms])
 
 
 def uses_own_optimizer(config: TrainConfig, device: torch.device) -> bool:
-    """Whether the step is this module's: always in lean memory, else with "fused_adamw" where it has kernels.
+    """Check whether the step is this module's: always in lean memory, else with "fused_adamw" where it has kernels.
 
     Without kernels torch's fused AdamW takes its place: the same to float32 rounding, and faster than plain torch.
     """
-    kernels = bool(available_isas()) if device.type == "cpu" else no_triton() is None
+    kernels = bool(available_isas()) if device.type == "cpu" else triton_obstacle() is None
     return config.memory == "lean" or (config.optimizer == "fused_adamw" and kernels)
 
 
@@ -391,7 +390,7 @@ def make_optimizer(
     Args:
         groups: what is trained.
         config: the loop's options, ``memory`` decided.
-        penalties: what the own optimizer handles in its pass.
+        penalties: those that :class:`RegularisedAdamW` handles in its pass.
     """
     parameters = [
         {"params": list(g.parameters.values()), "lr": g.learning_rate, "weight_decay": g.weight_decay} for g in groups

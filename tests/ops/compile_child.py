@@ -78,7 +78,7 @@ def adamw(dtype: torch.dtype, quantised: bool, penalty: Penalty | None, count: i
 def main() -> None:
     driver.set_active(Target())  # type: ignore[no-untyped-call]
     # Tensors without a GPU are taken, as they are for the interpreter.
-    _dispatch.interpreting = lambda: True
+    _dispatch.uses_interpreter = lambda: True
     compiled: dict[str, set[str]] = defaultdict(set)
     run = JITFunction.run
 

@@ -116,7 +116,7 @@ def test_an_extension_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyP
     def fails(name: str) -> None:
         raise ImportError("libgomp.so.1: cannot open shared object file")
 
-    _dispatch._loaded.cache_clear()
+    _dispatch._load_extension.cache_clear()
     try:
         with monkeypatch.context() as patched:
             patched.setattr(_dispatch.importlib, "import_module", fails)
@@ -125,7 +125,7 @@ def test_an_extension_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyP
             )
             assert available_isas() == []
     finally:
-        _dispatch._loaded.cache_clear()
+        _dispatch._load_extension.cache_clear()
 
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
@@ -158,7 +158,7 @@ def test_positions_are_checked(built: bool, dtype: torch.dtype, monkeypatch: pyt
 
     def checked(values: list[int]) -> torch.Tensor:
         strided = torch.tensor([value for value in values for _ in range(2)], dtype=dtype)[::2]
-        return _dispatch.checked_index(strided, 5, like)
+        return _dispatch.check_index(strided, 5, like)
 
     for good in ([], [4], [3, 0, 4], [0, 1, 2, 3, 4]):
         assert checked(good).tolist() == good

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas
-from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, decoded, encoded, regularised_adamw
+from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, decode_moment, encode_moment, regularised_adamw
 from pyprune.ops.regularised_adamw.reference import Randomness, Scalars, read_moments, step_tensor, write_moments
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
@@ -405,13 +405,13 @@ def test_decoded_moments_are_encoded_to_the_same_bits(count: int, scale: float) 
     write_moments(moments, first, second, Randomness(0, 1, 2))
     assert moments.first_scale is not None
     assert moments.second_scale is not None
-    found = decoded(moments.first, moments.first_scale, signed=True)
+    found = decode_moment(moments.first, moments.first_scale, signed=True)
     assert torch.equal(found.nan_to_num(7), read_moments(moments)[0].nan_to_num(7))
     for codes, scales, signed in (
         (moments.first, moments.first_scale, True),
         (moments.second, moments.second_scale, False),
     ):
-        again, spread = encoded(decoded(codes, scales, signed=signed), signed=signed)
+        again, spread = encode_moment(decode_moment(codes, scales, signed=signed), signed=signed)
         finite = scales.isfinite().repeat_interleave(128)[:count]
         assert torch.equal(again[finite], codes[finite])
         assert torch.equal(spread.nan_to_num(7), scales.nan_to_num(7))

@@ -28,7 +28,7 @@ from pyprune.methods.regularise.dress.training import DressObjective
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.methods.regularise.elder.gates import GateReport, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.ops.regularised_adamw import decoded
+from pyprune.ops.regularised_adamw import decode_moment
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.runtime.shapes import to_shapes_
@@ -76,7 +76,7 @@ class _Moments(Objective):
 
     def _norm(self, optimizer: Any, kind: str) -> float:
         states = optimizer.state.values()
-        parts = [decoded(s[f"{kind}_codes"], s[f"{kind}_scale"], signed=kind == "exp_avg") for s in states]
+        parts = [decode_moment(s[f"{kind}_codes"], s[f"{kind}_scale"], signed=kind == "exp_avg") for s in states]
         return float(processes.summed_(sum(p.double().square().sum() for p in parts))) ** 0.5
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pyprune.errors import CheckpointError
-from pyprune.ops.regularised_adamw import decoded, encoded
+from pyprune.ops.regularised_adamw import decode_moment, encode_moment
 from pyprune.runtime import processes
 from pyprune.train.blocks import ENDS, Place, recut_whole
 from pyprune.train.sharded import Whole
@@ -40,7 +40,7 @@ def entries(name: str, number: int, count: int) -> dict[str, Tensor]:
     """The optimizer's entries of one of so many processes."""
     found: dict[str, Tensor] = {}
     for kind, signed in SIGNED.items():
-        blocks = encoded(part(values(SHAPES[name], kind), name, number, count), signed=signed)
+        blocks = encode_moment(part(values(SHAPES[name], kind), name, number, count), signed=signed)
         found |= dict(zip((f"0.{kind}{end}" for end in ENDS), blocks, strict=True))
     return found
 
@@ -66,7 +66,7 @@ def read_as(path: Path, name: str, number: int, count: int, monkeypatch: pytest.
 def assert_near(found: dict[str, Tensor], name: str, number: int, count: int) -> None:
     """What the process would have written, but for two roundings to nearest: of the writer, and of the reader."""
     for kind, signed in SIGNED.items():
-        got = decoded(*(found[f"0.{kind}{end}"] for end in ENDS), signed=signed)
+        got = decode_moment(*(found[f"0.{kind}{end}"] for end in ENDS), signed=signed)
         want = part(values(SHAPES[name], kind), name, number, count)
         assert got.shape == want.shape
         # Codes have 3 and 4 bits after the first, down to 2e-5 of the largest of their block.

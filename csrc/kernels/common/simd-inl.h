@@ -245,14 +245,6 @@ inline Pair load_pair_up_to(const T* x, std::int64_t count) {
   return load_pair(padded);
 }
 
-template <class T>
-inline void store_pair_up_to(T* out, Pair pair, std::int64_t count) {
-  if (count >= kPair) return store_pair(out, pair);
-  T padded[kPair];
-  store_pair(padded, pair);
-  for (int i = 0; i < count; ++i) out[i] = padded[i];
-}
-
 // The lane of a pair loaded from T that holds this element of memory.
 template <class T>
 constexpr int lane_of(int element) {

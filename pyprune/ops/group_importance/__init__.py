@@ -12,9 +12,9 @@ from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     OpError,
     as_matrix,
-    checked_axis,
+    check_axis,
     extension,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
 )
@@ -67,14 +67,14 @@ def group_importance(
         OpError: tensors that do not fit each other, or an option outside the above.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
-    axis = checked_axis(axis, w.dim())
+    axis = check_axis(axis, w.dim())
     _check_tensors(score, w)
     members = w.shape[axis]
     if group_size < 1 or members % group_size:
         raise OpError(f"group_size is {group_size}, must be at least 1 and divide the {members} members")
     if aggregation not in AGGREGATIONS:
         raise OpError(did_you_mean(aggregation, AGGREGATIONS, "aggregation"))
-    offset = rounded_scalar(offset, w.dtype, "offset")
+    offset = round_scalar(offset, w.dtype, "offset")
     return aggregate(_member_scores(score, w, axis, signed, offset), group_size, aggregation)
 
 

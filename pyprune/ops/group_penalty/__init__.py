@@ -11,15 +11,15 @@ import torch
 from pyprune.ops._dispatch import (
     Backend,
     OpError,
-    checked_kind,
-    checked_threshold,
+    check_kind,
+    check_threshold,
     disjoint,
     extension,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
 )
-from pyprune.ops._index_set import Selection, as_rows, backend_for, select, written
+from pyprune.ops._index_set import Selection, as_rows, backend_for, select, write_back
 from pyprune.ops.group_penalty import reference as plain
 from pyprune.ops.group_penalty.reference import group_penalty as reference
 
@@ -95,7 +95,7 @@ def add_group_penalty_(
     """
     selection = select(OP, w, index, axis, offset)
     kind = _norm_of(kind, selection)
-    penalty_weight = rounded_scalar(checked_threshold(penalty_weight, "penalty_weight"), w.dtype, "penalty_weight")
+    penalty_weight = round_scalar(check_threshold(penalty_weight, "penalty_weight"), w.dtype, "penalty_weight")
     for name in ("shape", "dtype", "device"):
         if getattr(grad, name) != getattr(w, name):
             raise OpError(f"grad has {name} {getattr(grad, name)}, but w has {getattr(w, name)}")
@@ -106,7 +106,7 @@ def add_group_penalty_(
 
 def _norm_of(kind: str, selection: Selection) -> str:
     """The norm to take: of slices of one element both are the same, and l1 is exact."""
-    checked_kind(kind)
+    check_kind(kind)
     return "l1" if selection.single else kind
 
 
@@ -148,7 +148,7 @@ def _add_gradient(
         return plain.add_gradient(grad, w, selection.index, selection.axis, kind, penalty_weight, selection.offset)
     target = as_rows(grad, selection.matrix)
     value = _run(target, as_rows(w, selection.matrix), selection, kind, penalty_weight, backend)
-    written(grad, target)
+    write_back(grad, target)
     return value
 
 

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from pyprune.ops._triton import (
+    broadcast_groups,
     group_sizes,
     group_tile,
     launch,
     load_float32,
     load_weights,
-    of_groups,
     to_storage,
     zero_sums,
 )
@@ -61,7 +61,7 @@ def _penalty(w, grad, index, penalty_weight, partial, groups, length, cols, offs
         # Both comparisons are false for NaN; an infinite weight stays.
         limited = tl.where(tl.abs(scale) > LARGEST, tl.where(scale < 0, -LARGEST, LARGEST), scale)
         scale = tl.where(tl.abs(factor) <= LARGEST, limited, scale)
-        scale = of_groups(tl.where(sums == 0.0, 0.0, scale).to(tl.float32), BY_ROW)
+        scale = broadcast_groups(tl.where(sums == 0.0, 0.0, scale).to(tl.float32), BY_ROW)
         for begin in range(first, end, STEP):
             at, inside = group_tile(index, groups, begin, end, cols, BY_ROW, GROUPS, STEP)
             _add(grad, at, inside, load_weights(w, at, inside, offset) * scale)
@@ -73,7 +73,7 @@ def _add_scaled(w, grad, index, scales, groups, length, cols, offset, BY_ROW: tl
     begin = tl.program_id(1).to(tl.int64) * STEP
     at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
     position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    scale = of_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
+    scale = broadcast_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
     _add(grad, at, inside, load_weights(w, at, inside, offset) * scale)
 
 

@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from pyprune.ops._dispatch import checked_threshold, extension, rounded_scalar, tensor_view, threads
-from pyprune.ops._index_set import as_rows, backend_for, select, written
+from pyprune.ops._dispatch import check_threshold, extension, round_scalar, tensor_view, threads
+from pyprune.ops._index_set import as_rows, backend_for, select, write_back
 from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as reference
 
 OP = "group_soft_threshold"
@@ -43,7 +43,7 @@ def group_soft_threshold(
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
     selection = select(OP, w, index, axis, offset)
-    threshold = rounded_scalar(checked_threshold(threshold), w.dtype)
+    threshold = round_scalar(check_threshold(threshold), w.dtype)
     backend = backend_for(OP, selection.matrix, w)
     if threshold == 0 or not w.numel() or not selection.index.numel():
         return w
@@ -58,5 +58,5 @@ def group_soft_threshold(
         views = tensor_view(rows), tensor_view(selection.index)
         module = cast(ModuleType, extension())
         module.group_soft_threshold(*views, matrix_axis, threshold, selection.offset, threads())
-    written(w, rows)
+    write_back(w, rows)
     return w

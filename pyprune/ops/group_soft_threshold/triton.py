@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from pyprune.ops._triton import (
+    broadcast_groups,
     group_sizes,
     group_tile,
     launch,
     load_weights,
-    of_groups,
     shrink_scale,
     shrink_scales,
     to_storage,
@@ -42,7 +42,7 @@ def _multiply(w, index, scales, groups, length, cols, offset, BY_ROW: tl.constex
     begin = tl.program_id(1).to(tl.int64) * STEP
     at, inside = group_tile(index, groups, begin, length, cols, BY_ROW, GROUPS, STEP)
     position = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    scale = of_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
+    scale = broadcast_groups(tl.load(scales + position, mask=position < groups, other=0.0), BY_ROW)
     value = load_weights(w, at, inside, offset)
     # Chosen, not multiplied: 0 * inf would be NaN, and -0 is not the zero that a cut leaves behind.
     product = tl.where(scale == 0.0, 0.0, value * scale) - offset

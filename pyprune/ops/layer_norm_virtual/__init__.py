@@ -15,11 +15,11 @@ from pyprune.ops._dispatch import (
     Backend,
     OpError,
     choose,
+    cpp_obstacle,
     extension,
-    no_cpp,
-    no_triton,
     tensor_view,
     threads,
+    triton_obstacle,
 )
 from pyprune.ops.layer_norm_virtual import reference as plain
 from pyprune.ops.layer_norm_virtual.reference import layer_norm_virtual as reference
@@ -30,7 +30,7 @@ OP = "layer_norm_virtual"
 def layer_norm_virtual(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d: int, eps: float = 1e-5
 ) -> torch.Tensor:
-    """What a LayerNorm over ``d`` channels gives in its first d' ones when the other d - d' are zero.
+    """Return the first d' channels of a LayerNorm over ``d`` channels whose other d - d' are zero.
 
     mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: "LayerNorm, virtual size" in
     docs/methods.md.
@@ -55,7 +55,11 @@ def layer_norm_virtual(
         return reference(x, weight, bias, d, eps)
     tensors = [t for t in (x, weight, bias) if t is not None]
     backend = choose(
-        OP, {"triton": partial(_no_kernel, no_triton, tensors), "cpp": partial(_no_kernel, no_cpp, tensors)}
+        OP,
+        {
+            "triton": partial(_kernel_obstacle, triton_obstacle, tensors),
+            "cpp": partial(_kernel_obstacle, cpp_obstacle, tensors),
+        },
     )
     if x.numel() == 0 or (backend == "python" and x.dtype != weight.dtype):
         return reference(x, weight, bias, d, eps)
@@ -75,7 +79,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d: 
         raise OpError(f"eps is {eps}, must be finite and >= 0")
 
 
-def _no_kernel(check: Callable[..., str | None], tensors: list[torch.Tensor]) -> str | None:
+def _kernel_obstacle(check: Callable[..., str | None], tensors: list[torch.Tensor]) -> str | None:
     if any(t.dtype != tensors[0].dtype for t in tensors):
         return f"x is {tensors[0].dtype} and weight {tensors[1].dtype}, the kernels take one dtype"
     return check(*tensors)

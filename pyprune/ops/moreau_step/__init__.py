@@ -12,10 +12,10 @@ from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     OpError,
     as_matrix,
-    checked_axis,
-    checked_threshold,
+    check_axis,
+    check_threshold,
     extension,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
 )
@@ -53,15 +53,15 @@ def moreau_step(delta: torch.Tensor, grad: torch.Tensor, gamma: float, rho: floa
         OpError: a scalar out of range, or tensors that do not fit each other.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
-    checked_threshold(gamma, "gamma")
-    checked_threshold(eta, "eta")
+    check_threshold(gamma, "gamma")
+    check_threshold(eta, "eta")
     if not (math.isfinite(rho) and rho > 0):
         raise OpError(f"rho is {rho}, must be finite and > 0")
-    axis = checked_axis(axis, delta.dim())
+    axis = check_axis(axis, delta.dim())
     _check_tensors(delta, grad)
     # Rounded once for every backend, so that the set of removed groups is the same on all.
     scalars = {"1 - gamma / rho": 1 - gamma / rho, "gamma": gamma, "gamma * eta": gamma * eta}
-    decay, step, threshold = (rounded_scalar(value, delta.dtype, name) for name, value in scalars.items())
+    decay, step, threshold = (round_scalar(value, delta.dtype, name) for name, value in scalars.items())
     shape = as_matrix(tuple(delta.shape), axis)
     backend = backend_for(OP, shape, delta, grad)
     if backend == "python" or shape is None or delta.numel() == 0:

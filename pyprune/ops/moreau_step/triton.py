@@ -29,7 +29,7 @@ ROW_BLOCK = 2048
 
 
 @triton.jit
-def _stepped(delta, grad, offset, inside, decay, gamma):
+def _step_value(delta, grad, offset, inside, decay, gamma):
     before = load_float32(delta + offset, inside)
     slope = load_float32(grad + offset, inside)
     return before * decay - slope * gamma
@@ -57,7 +57,7 @@ def _keep(sums, program, programs, moved, size):
 def _plain(delta, grad, sums, count, decay, gamma, BLOCK: tl.constexpr, FOLDS: tl.constexpr):
     offset = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = offset < count
-    change, after = _store(delta, offset, inside, _stepped(delta, grad, offset, inside, decay, gamma))
+    change, after = _store(delta, offset, inside, _step_value(delta, grad, offset, inside, decay, gamma))
     high, low, rare = zero_sums(True, 1, BLOCK, FOLDS)
     moved = total(*add_squares(high, low, rare, change, 1), 1, FOLDS)
     size = total(*add_squares(high, low, rare, after, 1), 1, FOLDS)
@@ -72,14 +72,14 @@ def _rows(delta, grad, sums, cols, decay, gamma, threshold, BLOCK: tl.constexpr,
     high, low, rare = zero_sums(True, 1, BLOCK, FOLDS)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
+        value = _step_value(delta, grad, start + begin + lanes, inside, decay, gamma)
         high, low, rare = add_squares(high, low, rare, value, 1)
     scale = shrink_scale(total(high, low, rare, 1, FOLDS), threshold).to(tl.float32)[:, None]
     moved, moved_low, moved_rare = zero_sums(True, 1, BLOCK, FOLDS)
     size, size_low, size_rare = zero_sums(True, 1, BLOCK, FOLDS)
     for begin in range(0, cols, BLOCK):
         inside = begin + lanes < cols
-        value = _stepped(delta, grad, start + begin + lanes, inside, decay, gamma)
+        value = _step_value(delta, grad, start + begin + lanes, inside, decay, gamma)
         result = tl.where(scale == 0.0, 0.0, value * scale)
         change, after = _store(delta, start + begin + lanes, inside, result)
         moved, moved_low, moved_rare = add_squares(moved, moved_low, moved_rare, change, 1)
@@ -95,7 +95,7 @@ def _column_squares(delta, grad, partial, rows, cols, decay, gamma, CHUNK: tl.co
     high, low, rare = zero_sums(False, BLOCK, STEP, FOLDS)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
-        value = _stepped(delta, grad, at, inside, decay, gamma)
+        value = _step_value(delta, grad, at, inside, decay, gamma)
         high, low, rare = add_squares(high, low, rare, value, 0)
     store_column_sums(partial, total(high, low, rare, 0, FOLDS), cols, BLOCK)
 
@@ -109,7 +109,7 @@ def _scale_columns(delta, grad, scales, sums, rows, cols, decay, gamma, CHUNK: t
     size, size_low, size_rare = zero_sums(False, BLOCK, STEP, FOLDS)
     for step in range(0, CHUNK, STEP):
         at, inside = column_tile(step, rows, cols, CHUNK, STEP, BLOCK)
-        result = tl.where(scale == 0.0, 0.0, _stepped(delta, grad, at, inside, decay, gamma) * scale)
+        result = tl.where(scale == 0.0, 0.0, _step_value(delta, grad, at, inside, decay, gamma) * scale)
         change, after = _store(delta, at, inside, result)
         moved, moved_low, moved_rare = add_squares(moved, moved_low, moved_rare, change, 0)
         size, size_low, size_rare = add_squares(size, size_low, size_rare, after, 0)

@@ -13,15 +13,15 @@ from pyprune.ops._dispatch import (
     Backend,
     Check,
     OpError,
-    checked_threshold,
+    check_threshold,
     choose,
+    cpp_obstacle,
     disjoint,
     extension,
-    no_cpp,
-    no_triton,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
+    triton_obstacle,
 )
 from pyprune.ops.perturb.reference import CHUNK
 from pyprune.ops.perturb.reference import perturb as reference
@@ -64,10 +64,13 @@ def perturb(
         OpError: a scalar out of range, or tensors that do not fit each other.
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
-    sigma = rounded_scalar(checked_threshold(sigma, "sigma"), w0.dtype, "sigma")
+    sigma = round_scalar(check_threshold(sigma, "sigma"), w0.dtype, "sigma")
     _check_numbers(seed, offset, w0.numel())
     _check_tensors(w0, delta, out)
-    checks: dict[Backend, Check] = {"triton": partial(no_triton, w0, delta), "cpp": partial(no_cpp, w0, delta)}
+    checks: dict[Backend, Check] = {
+        "triton": partial(triton_obstacle, w0, delta),
+        "cpp": partial(cpp_obstacle, w0, delta),
+    }
     backend = choose(OP, checks)
     if w0.numel() == 0:
         return torch.empty_like(w0) if out is None else out

@@ -23,10 +23,10 @@ def perturb(w0: torch.Tensor, delta: torch.Tensor, sigma: float, seed: int, offs
 def normals(count: int, seed: int, offset: int) -> torch.Tensor:
     """Standard normals number ``offset`` to ``offset + count - 1`` of a seed, float64 ``[count]``.
 
-    Chunk c of 64 normals comes from the Philox counters 16 c to 16 c + 15, and word j of the k-th of them makes
-    normal 16 j + k. Words 0 and 1 are one Box-Muller pair, words 2 and 3 the other: the radius is
-    ``sqrt(-2 ln((u + 1) / 2^24))`` with u the first word's upper 24 bits, the angle ``2 pi v / 2^32`` with v the
-    second word; the first normal takes the cosine, the second the sine. No normal is beyond 5.77.
+    Chunk c of 64 normals comes from the Philox counters 16 c to 16 c + 15. Word j of the k-th of them makes normal
+    16 j + k. Words 0 and 1 are one Box-Muller pair, words 2 and 3 the other. The radius is
+    ``sqrt(-2 ln((u + 1) / 2^24))`` with u the first word's upper 24 bits, the angle ``2 pi v / 2^32`` with v the second
+    word. The first normal takes the cosine, the second the sine. No normal is beyond 5.77.
     """
     first, last = offset // CHUNK, -(-(offset + count) // CHUNK)
     counter = torch.arange(16 * first, 16 * last, dtype=torch.int64)

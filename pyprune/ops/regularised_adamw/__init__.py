@@ -15,22 +15,30 @@ from pyprune.ops._dispatch import (
     Check,
     OpError,
     as_matrix,
-    checked_axis,
-    checked_index,
-    checked_kind,
-    checked_threshold,
+    check_axis,
+    check_index,
+    check_kind,
+    check_threshold,
     choose,
+    cpp_obstacle,
     extension,
-    no_cpp,
-    no_triton,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
+    triton_obstacle,
 )
-from pyprune.ops.regularised_adamw.reference import Hyper, Moments, Penalty, Randomness, Scalars, decoded, encoded
+from pyprune.ops.regularised_adamw.reference import (
+    Hyper,
+    Moments,
+    Penalty,
+    Randomness,
+    Scalars,
+    decode_moment,
+    encode_moment,
+)
 from pyprune.ops.regularised_adamw.reference import regularised_adamw as reference
 
-__all__ = ["Hyper", "Moments", "Penalty", "decoded", "encoded", "regularised_adamw"]
+__all__ = ["Hyper", "Moments", "Penalty", "decode_moment", "encode_moment", "regularised_adamw"]
 
 OP = "regularised_adamw"
 
@@ -95,12 +103,12 @@ def regularised_adamw(
         _check_tensors(weights[0], weight, gradient, own)
     for step, scale in {*zip(numbers, scales, strict=True)}:
         Scalars.of(hyper, step, scale, weights[0].dtype)
-    checked = [_checked_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
+    checked = [_check_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
     randoms = [Randomness(seed, step, stream) for step, stream in zip(numbers, own_streams, strict=True)]
     stochastic = stochastic and weights[0].dtype == torch.bfloat16
     checks: dict[Backend, Check] = {
-        "triton": partial(_no_kernel, no_triton, weights, checked),
-        "cpp": partial(_no_kernel, no_cpp, weights, checked),
+        "triton": partial(_kernel_obstacle, triton_obstacle, weights, checked),
+        "cpp": partial(_kernel_obstacle, cpp_obstacle, weights, checked),
     }
     backend = choose(OP, checks)
     plain = [w.detach() for w in weights]
@@ -116,7 +124,7 @@ def regularised_adamw(
 
 def _check_options(hyper: Hyper, steps: Sequence[int], seed: int) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        checked_threshold(getattr(hyper, name), name)
+        check_threshold(getattr(hyper, name), name)
     for beta in hyper.betas:
         if not 0 <= beta < 1:
             raise OpError(f"betas are {hyper.betas}, each must be in [0, 1)")
@@ -147,16 +155,16 @@ def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Ten
             raise OpError(f"moments.{name} must be contiguous and on {weight.device}")
 
 
-def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | None:
+def _check_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | None:
     if penalty is None:
         return None
-    checked_kind(penalty.kind)
-    checked_threshold(penalty.penalty_weight, "penalty_weight")
-    penalty_weight = rounded_scalar(penalty.penalty_weight, weight.dtype, "penalty_weight")
-    offset = rounded_scalar(penalty.offset, weight.dtype, "offset")
-    axis = checked_axis(penalty.axis, weight.dim())
+    check_kind(penalty.kind)
+    check_threshold(penalty.penalty_weight, "penalty_weight")
+    penalty_weight = round_scalar(penalty.penalty_weight, weight.dtype, "penalty_weight")
+    offset = round_scalar(penalty.offset, weight.dtype, "offset")
+    axis = check_axis(penalty.axis, weight.dim())
     # In order, neighbours are found by the kernels and read together.
-    index = checked_index(penalty.index, weight.shape[axis], weight).sort().values
+    index = check_index(penalty.index, weight.shape[axis], weight).sort().values
     if not index.numel():
         return None
     # Both norms of a slice of one element are equal, and the gradient of l1 is exact.
@@ -164,7 +172,7 @@ def _checked_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty |
     return Penalty(index, axis, kind, penalty_weight, offset)
 
 
-def _no_kernel(
+def _kernel_obstacle(
     check: Callable[..., str | None], weights: Sequence[torch.Tensor], penalties: Sequence[Penalty | None]
 ) -> str | None:
     for weight, penalty in zip(weights, penalties, strict=True):

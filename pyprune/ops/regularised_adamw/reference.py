@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyprune.ops._dispatch import rounded_scalar
+from pyprune.ops._dispatch import round_scalar
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.philox import BLOCK, random16
 from pyprune.ops.rounding import round_stochastically
@@ -58,12 +58,12 @@ class Moments:
 
     @property
     def quantised(self) -> bool:
-        """Whether the moments are stored in 8 bits."""
+        """Check whether the moments are stored in 8 bits."""
         return self.first_scale is not None
 
     @staticmethod
     def zeros(weight: Tensor, *, quantised: bool = False) -> Moments:
-        """The moments before the first step."""
+        """Return the moments before the first step."""
         layout = Moments.layout(weight, quantised=quantised)
         made = {
             name: torch.zeros(shape, dtype=dtype, device=weight.device) for name, (shape, dtype) in layout.items()
@@ -72,7 +72,7 @@ class Moments:
 
     @staticmethod
     def layout(weight: Tensor, *, quantised: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every attribute that is not None."""
+        """Return shape and dtype of every attribute that is not None."""
         shape = tuple(weight.shape)
         if not quantised:
             dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -100,7 +100,7 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Scalars:
-    """What a step multiplies with, rounded to float32 (unless the weight is float64) for every backend alike."""
+    """The factors of a step, rounded to float32 (unless the weight is float64) for every backend alike."""
 
     decay: float
     rate1: float
@@ -113,7 +113,7 @@ class Scalars:
 
     @staticmethod
     def of(hyper: Hyper, step: int, gradient_scale: float, dtype: torch.dtype) -> Scalars:
-        """The scalars of step ``step`` (from 1).
+        """Return the scalars of step ``step`` (from 1).
 
         Raises:
             OpError: one is not finite once it is rounded.
@@ -129,19 +129,19 @@ class Scalars:
             "eps": hyper.eps,
             "gradient_scale": gradient_scale,
         }
-        return Scalars(*(rounded_scalar(value, dtype, name) for name, value in values.items()))
+        return Scalars(*(round_scalar(value, dtype, name) for name, value in values.items()))
 
 
 @dataclass(frozen=True)
 class Randomness:
-    """Where one tensor's random bits of one step come from: the words of the Philox key and counter."""
+    """The words of the Philox key and counter that make one tensor's random bits of one step."""
 
     seed: int
     step: int
     stream: int
 
     def bits(self, count: int, purpose: int, device: torch.device) -> Tensor:
-        """16 bits for each of ``count`` elements."""
+        """Return 16 bits for each of ``count`` elements."""
         return random16(count, self.seed, purpose, self.step, self.stream, device)
 
 
@@ -190,7 +190,7 @@ def _add_penalty_gradient(g: Tensor, w: Tensor, penalty: Penalty) -> None:
 
 
 def read_moments(moments: Moments, wide: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The two moments as numbers."""
+    """Return the two moments as numbers."""
     if moments.first_scale is None or moments.second_scale is None:
         return moments.first.to(wide), moments.second.to(wide)
     root = _decode(moments.second, moments.second_scale, SECOND_BITS, signed=False)
@@ -210,25 +210,25 @@ def write_moments(moments: Moments, first: Tensor, second: Tensor, random: Rando
     _encode(_root(second), moments.second, moments.second_scale, SECOND_BITS, bits, signed=False)
 
 
-def decoded(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """The numbers that 8-bit codes stand for, float32, of the codes' shape.
+def decode_moment(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """Decode 8-bit codes, to float32 of the codes' shape.
 
     Args:
         codes: uint8, contiguous.
         scales: float32, one for every 128 elements of the flat codes.
         signed: first moments; else the roots of second ones.
     """
-    found = torch.empty(codes.shape, device=codes.device)
-    flat, given, mantissa = found.view(-1), codes.view(-1), FIRST_BITS if signed else SECOND_BITS
+    values = torch.empty(codes.shape, device=codes.device)
+    flat, source, mantissa = values.view(-1), codes.view(-1), FIRST_BITS if signed else SECOND_BITS
     for here, blocks in _passes(flat.numel()):
-        flat[here] = _decode(given[here], scales[blocks], mantissa, signed=signed)
-    return found
+        flat[here] = _decode(source[here], scales[blocks], mantissa, signed=signed)
+    return values
 
 
-def encoded(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of such numbers, each rounded to the nearest code.
+def encode_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of numbers, each rounded to the nearest code.
 
-    What :func:`decoded` gave of the same blocks gets its codes and scales back (where nothing is below 1e-38).
+    The result of :func:`decode_moment` for the same blocks has its codes and scales again (above 1e-38).
 
     Args:
         values: float32, contiguous.
@@ -240,13 +240,13 @@ def encoded(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     middle = torch.tensor(1 << 15, device=values.device)  # of the 16 random bits: half of them round down
     for here, blocks in _passes(flat.numel()):
         _encode(flat[here], made[here], scales[blocks], mantissa, middle, signed=signed)
-        if signed:  # also of a zero, which a step can make of a small negative number
+        if signed:  # also of a zero: a small negative number may have been rounded to it
             made[here] |= flat[here].signbit().to(torch.uint8) << 7
     return codes, scales
 
 
 def _passes(count: int) -> Iterator[tuple[slice, slice]]:
-    """Elements and their blocks, so many at once that what is computed between is small."""
+    """Yield pieces of elements and of their blocks, small enough for the temporaries to be small."""
     for start in range(0, count, _AT_ONCE):
         stop = min(count, start + _AT_ONCE)
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
@@ -257,12 +257,12 @@ def _top_code(mantissa: int, *, signed: bool) -> int:
 
 
 def _first_code_bits(mantissa: int, *, signed: bool) -> int:
-    """Bit pattern of 1.0 shifted to the code's resolution, minus the code of 1.0."""
+    """Return the bit pattern of 1.0 shifted to the code's resolution, minus the code of 1.0."""
     return (127 << mantissa) - _top_code(mantissa, signed=signed)
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded as in the kernels; torch takes that of MKL, which is not on an AMD CPU."""
+    """Take the square root, correctly rounded as in the kernels; MKL's, which torch takes, is not on an AMD CPU."""
     return x.double().sqrt().float() if x.dtype == torch.float32 and x.device.type == "cpu" else x.sqrt()
 
 
@@ -278,7 +278,7 @@ def _decode(codes: Tensor, scales: Tensor, mantissa: int, *, signed: bool) -> Te
 
 
 def _encode(value: Tensor, codes: Tensor, scales: Tensor, mantissa: int, bits: Tensor, *, signed: bool) -> None:
-    """Codes of a small floating-point format (4 exponent bits) relative to the largest value of each block.
+    """Store codes of a small floating-point format (4 exponent bits) relative to the largest value of each block.
 
     A block that holds NaN or infinity gets the scale NaN: the loss of its moments stays visible.
     """
@@ -319,7 +319,7 @@ def regularised_adamw(
     *,
     stochastic: bool,
 ) -> None:
-    """:func:`step_tensor` for every tensor."""
+    """Call :func:`step_tensor` for every tensor."""
     for i, weight in enumerate(weights):
         scalars = Scalars.of(hyper, steps[i], gradient_scales[i], weight.dtype)
         step_tensor(weight, gradients[i], moments[i], scalars, penalties[i], randoms[i], stochastic=stochastic)

@@ -1,8 +1,8 @@
 """Triton kernels of AdamW. ``reference.py`` is the definition, ``philox.py`` that of the random bits.
 
-A program works on a few blocks of 128 elements as ``[blocks, 8 parts, 16 lanes]``, the shape in which one Philox
-counter serves eight elements and in which the 8-bit moments share a scale. Tensors that need the same kernel go in one
-launch: a model has hundreds, most of them too small to fill a GPU.
+A program works on a few blocks of 128 elements as ``[blocks, 8 parts, 16 lanes]``. In that shape one Philox counter
+serves eight elements, and the 8-bit moments of a block share a scale. Tensors that need the same kernel are stepped in
+one launch: a model has hundreds, most of them too small to fill a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _words(lane, purpose, step, stream, key0, key1):
 
 @triton.jit
 def _bits(block, lane, part, purpose, step, stream, key0, key1):
-    """16 random bits as uint32; ``block [n,1,1]``, ``part [1,8,1]``, ``lane [1,1,16]``, or all of one shape."""
+    """Make 16 random bits as uint32; ``block [n,1,1]``, ``part [1,8,1]``, ``lane [1,1,16]``, or all of one shape."""
     w0, w1, w2, w3 = _words(block * 16 + lane, purpose, step, stream, key0, key1)
     word = part % 4
     chosen = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
@@ -75,7 +75,7 @@ def _decode(code, scale, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _encode(value, bits, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Codes ``[n,8,16]`` and scales ``[n,1,1]``."""
+    """Return codes ``[n,8,16]`` and scales ``[n,1,1]``."""
     TOP: tl.constexpr = 127 if SIGNED else 255
     BASE: tl.constexpr = (127 << MANTISSA) - TOP
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -109,7 +109,7 @@ def _blocks(
     KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
     FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One step of the N blocks of one weight that are its program number ``program``."""
+    """Step the N blocks of one weight that belong to its program number ``program``."""
     block = (program.to(tl.int64) * N + tl.arange(0, N))[:, None, None]
     part = tl.arange(0, 8)[None, :, None]
     lane = tl.arange(0, 16)[None, None, :]
@@ -171,7 +171,7 @@ def _update(
     KIND: tl.constexpr, BY_ROW: tl.constexpr, QUANTISED: tl.constexpr, STOCHASTIC: tl.constexpr,
     FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One weight."""
+    """Step one weight."""
     _blocks(
         tl.program_id(0), weight, gradient, first, second, first_scale, second_scale, coefficients, count, cols,
         decay, rate1, beta2, rate2, step_size, root_correction, eps, gradient_scale, offset,
@@ -193,7 +193,7 @@ def _update_many(
     FOR_WEIGHT: tl.constexpr, FOR_FIRST: tl.constexpr, FOR_SECOND: tl.constexpr, N: tl.constexpr,
     FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Many weights: ``owners`` has the weight of each program, ``table`` a row for each weight (:func:`_row_of`).
+    """Step many weights: ``owners`` has the weight of each program, ``table`` a row for each weight (:func:`_row_of`).
 
     ``weight`` and ``moment`` are any of them, for their dtypes.
     """
@@ -275,7 +275,7 @@ class Step:
 
 
 def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
-    """One step of many weights, in place: one launch for all that need the same kernel and scalars.
+    """Step many weights, in place: one launch for all that need the same kernel and scalars.
 
     Norms for l2 penalties are launches of their own for each weight.
 
@@ -293,7 +293,7 @@ def step_tensors(steps: Sequence[Step], *, stochastic: bool) -> None:
 
 
 def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
-    """The pass over all elements of weights that differ in nothing but their tensors, streams and gradient scales."""
+    """Pass over all elements of weights that differ only in their tensors, streams and gradient scales."""
     like, coefficients = steps[0], [step.coefficients() for step in steps]
     own, random = like.scalars, like.random
     values = (own.decay, own.rate1, own.beta2, own.rate2, own.step_size, own.root_correction, own.eps)
@@ -328,13 +328,13 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
 
 
 def _row_of(step: Step, coefficients: torch.Tensor, first: int) -> tuple[int, ...]:
-    """What :func:`_update_many` reads of a weight: seven addresses, count, columns, its first program and stream."""
+    """Return a weight's row for :func:`_update_many`: seven addresses, count, columns, first program and stream."""
     addresses = (tensor.data_ptr() for tensor in (*step.tensors, coefficients))
     return (*addresses, step.matrix.numel(), step.matrix.shape[1], first, step.random.stream)
 
 
-# The same lists come back at every step: kept, they are copied to the device once. A table holds addresses, not
-# tensors, so that one which is kept is right for whatever lies there. ``queue`` only tells entries apart.
+# Every step has the same lists: cached, they are copied to the device once. A table holds addresses, not tensors, and
+# stays valid for whatever is stored there. ``queue`` only tells entries apart.
 @lru_cache(maxsize=8)
 def _owners(programs: tuple[int, ...], device: torch.device, queue: int) -> torch.Tensor:
     counts = torch.tensor(programs)

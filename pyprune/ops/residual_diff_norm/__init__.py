@@ -12,13 +12,13 @@ from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     Backend,
     OpError,
-    checked_kind,
+    check_kind,
     choose,
+    cpp_obstacle,
     extension,
-    no_cpp,
-    no_triton,
     tensor_view,
     threads,
+    triton_obstacle,
 )
 from pyprune.ops.residual_diff_norm import reference as plain
 from pyprune.ops.residual_diff_norm.reference import residual_diff_norm as reference
@@ -50,10 +50,10 @@ def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> to
         BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
     """
     _check_tensors(x_in, x_out)
-    checked_kind(kind)
+    check_kind(kind)
     if torch.compiler.is_compiling():
         return reference(x_in, x_out, kind)
-    backend = choose(OP, {"triton": partial(no_triton, x_in, x_out), "cpp": partial(no_cpp, x_in, x_out)})
+    backend = choose(OP, {"triton": partial(triton_obstacle, x_in, x_out), "cpp": partial(cpp_obstacle, x_in, x_out)})
     result: torch.Tensor = _ResidualDiffNorm.apply(x_in, x_out, kind, backend)
     return result
 
@@ -120,7 +120,7 @@ def _backward(
     if backend == "python":
         return plain.backward(x_in, x_out, norms, kind, upstream, wanted)
     if kind == "l2":
-        norms = _dividing(upstream, norms)
+        norms = _raise_norms(upstream, norms)
     if backend == "triton":
         from pyprune.ops.residual_diff_norm import triton as kernels
 
@@ -135,8 +135,8 @@ def _backward(
     return results[0], results[1]
 
 
-def _dividing(upstream: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """The norms, raised where ``upstream / tokens / norm`` would be infinite and the gradient infinite or NaN.
+def _raise_norms(upstream: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    """Raise norms where ``upstream / tokens / norm`` would be infinite and the gradient infinite or NaN.
 
     The reference has no such norms, since the square of so small a difference is 0 in float32.
     """

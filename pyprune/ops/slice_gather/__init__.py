@@ -12,12 +12,12 @@ from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     OpError,
     choose,
+    cpp_obstacle,
     extension,
-    no_cpp,
-    no_triton,
-    rounded_scalar,
+    round_scalar,
     tensor_view,
     threads,
+    triton_obstacle,
 )
 from pyprune.ops.slice_gather.reference import slice_gather as reference
 
@@ -57,20 +57,20 @@ def slice_gather(
     """
     if w.dim() not in (1, 2) or (w.dim() == 1 and columns is not None):
         raise OpError(f"w has shape {tuple(w.shape)}; {OP} takes a matrix, or a vector without columns")
-    scale, offset = rounded_scalar(scale, w.dtype, "scale"), rounded_scalar(offset, w.dtype, "offset")
+    scale, offset = round_scalar(scale, w.dtype, "scale"), round_scalar(offset, w.dtype, "offset")
     scaled = scale != 1.0
     if scaled and w.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise OpError(f"a scale of {scale} needs float32, bfloat16, float16 or float64, not {w.dtype}")
-    own_rows = _checked_positions(rows, w.shape[0], w, "rows")
-    own_columns = _checked_positions(columns, w.shape[-1], w, "columns")
+    own_rows = _check_positions(rows, w.shape[0], w, "rows")
+    own_columns = _check_positions(columns, w.shape[-1], w, "columns")
     values = w.detach()
     counts = [n if s is None else s.numel() for n, s in zip(w.shape, (own_rows, own_columns), strict=False)]
     _check_out(w, out, counts)
     backend = choose(
         OP,
         {
-            "triton": lambda: _no_bits(values) or no_triton(*_to_check(values, scaled)),
-            "cpp": lambda: _no_bits(values) or no_cpp(*_to_check(values, scaled)),
+            "triton": lambda: _bits_obstacle(values) or triton_obstacle(*_to_check(values, scaled)),
+            "cpp": lambda: _bits_obstacle(values) or cpp_obstacle(*_to_check(values, scaled)),
         },
     )
     if backend == "python":
@@ -101,7 +101,7 @@ def _check_out(w: torch.Tensor, out: torch.Tensor | None, counts: list[int]) -> 
         raise OpError("out shares memory with w: pass a separate tensor")
 
 
-def _checked_positions(positions: Positions, size: int, like: torch.Tensor, name: str) -> torch.Tensor | None:
+def _check_positions(positions: Positions, size: int, like: torch.Tensor, name: str) -> torch.Tensor | None:
     if positions is None:
         return None
     tensor = positions if isinstance(positions, torch.Tensor) else torch.as_tensor(list(positions))
@@ -116,12 +116,12 @@ def _checked_positions(positions: Positions, size: int, like: torch.Tensor, name
     return tensor.to(device=like.device, dtype=torch.long).contiguous()
 
 
-def _no_bits(w: torch.Tensor) -> str | None:
+def _bits_obstacle(w: torch.Tensor) -> str | None:
     return None if w.element_size() in _BITS else f"elements of {w.element_size()} bytes are not handled"
 
 
 def _to_check(w: torch.Tensor, scaled: bool) -> list[torch.Tensor]:
-    """What the backend must be able to take: with a scale the dtype counts, without one only the device."""
+    """Return the tensor to check: with a scale its dtype and device count, without one only the device."""
     return [w] if scaled else [torch.empty(0, dtype=torch.float32, device=w.device)]
 
 

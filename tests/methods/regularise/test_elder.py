@@ -24,7 +24,7 @@ from pyprune.methods.base import PlanRequest, RunOptions
 from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.registry import get_method
 from pyprune.methods.regularise.elder import METHOD, ElderOptions, GateConfig
-from pyprune.methods.regularise.elder.gates import GateObjective, gated, layers_to_weigh, learn_layer_gates
+from pyprune.methods.regularise.elder.gates import GateObjective, gate_output, layers_to_weigh, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective, regularise_elder
 from pyprune.ops import residual_diff_norm
 from pyprune.probe.effects import compare, snapshot
@@ -97,9 +97,9 @@ def test_a_residual_gate_of_zero_and_a_skip_are_removal(family: str) -> None:
 
 def test_the_gate_is_exact_at_both_ends() -> None:
     before, after = torch.randn(2, 3, 5) * 1e3, torch.randn(2, 3, 5)
-    assert torch.equal(gated(torch.tensor(1.0), before, after, "residual"), after)
-    assert torch.equal(gated(torch.tensor(0.0), before, after, "residual"), before)
-    halfway = gated(torch.tensor(0.5), before, after, "residual")
+    assert torch.equal(gate_output(torch.tensor(1.0), before, after, "residual"), after)
+    assert torch.equal(gate_output(torch.tensor(0.0), before, after, "residual"), before)
+    halfway = gate_output(torch.tensor(0.5), before, after, "residual")
     torch.testing.assert_close(halfway, (before + after) / 2)
 
 

@@ -25,7 +25,7 @@ class DressOptions(MethodOptions):
             weights) or energy (the smallest share of the residual stream's energy on calibration text).
         channels: the explicit list for select="explicit", hidden indices.
         segments: number of equal segments for select="segments".
-        penalise: removed penalises R; all penalises every hidden channel while R still goes (the paper's
+        penalise: removed penalises R; all penalises every hidden channel, and only R is removed (the paper's
             full-parameter-regularisation ablation).
         norm: l2 = sum of group norms (not squared), l1 = sum of absolute values.
         penalty_weight: the papers' lambda, in units of loss per unit of norm.
@@ -139,7 +139,7 @@ def _dress_paper_opt() -> PruneConfig:
 
 
 def _dress() -> PruneConfig:
-    """DReSS's axis, recommended: channels of the least energy go, the cut is reconstructed, and all weights trained."""
+    """DReSS's axis, recommended: remove the channels of least energy, reconstruct the cut, and train all weights."""
     annealed = _dress_anneal()
     return with_reconstruction(replace(annealed, options=replace(own_options(annealed, DressOptions), select="energy")))
 

@@ -37,17 +37,17 @@ def select_channels(
     """Choose R: ``count`` hidden channels, the same in every layer.
 
     ``last`` and ``first`` are the ends of the axis; ``segments`` takes the last part of each of equal segments;
-    ``explicit`` is the given list; ``scored`` takes the smallest channels, where a channel's score is the mean over
-    all tensors with a hidden axis of its l2 norm divided by the mean norm of that tensor's channels (each tensor
-    weighs the same, whatever its scale); ``energy`` takes those with the smallest share of the residual stream's energy
-    (:func:`pyprune.probe.energy.stream_energy`). Of equal scores the lower index goes first.
+    ``explicit`` is the list of the options. ``scored`` takes the channels of the smallest scores: in each tensor with a
+    hidden axis, a channel's l2 norm is divided by the mean norm of its channels; the score is the mean over these
+    tensors, so each counts alike, whatever its scale. ``energy`` takes those with the smallest share of the residual
+    stream's energy (:func:`pyprune.probe.energy.stream_energy`). Of equal scores the lower index is taken first.
 
     Args:
         model: a dense model.
         count: channels to remove, 0 < count < hidden size.
         config: the method's options.
-        samples: token ids, int64 [N, T], which ``energy`` alone reads.
-        stored: where the weights are read from, a tensor or a layer at a time; None = from the model.
+        samples: token ids, int64 [N, T]; only ``energy`` reads them.
+        stored: the files to read the weights from, a tensor or a layer at a time; None = from the model.
 
     Raises:
         ConfigError: a count that leaves nothing, or an explicit list of another length or with bad indices.
@@ -74,7 +74,7 @@ def select_channels(
 
 
 def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
-    """The indices of the smallest scores [hidden], ascending; of equal ones the lower index is taken first."""
+    """Return the indices of the smallest scores [hidden], ascending; of equal ones the lower index first."""
     if not bool(scores.isfinite().all()):
         raise ScoreError(
             f"The scores of {int((~scores.isfinite()).sum())} of {len(scores)} hidden channels are not finite. The "
@@ -85,7 +85,7 @@ def _smallest(scores: Tensor, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def channel_scores(model: PreTrainedModel, stored: StoredModel | None = None) -> Tensor:
-    """Score of every hidden channel, float64 [hidden]; arguments as of :func:`select_channels`, which says more."""
+    """Score every hidden channel as :func:`select_channels` defines it, float64 [hidden]; same arguments."""
     family = family_for(model)
     total = torch.zeros(int(model.config.hidden_size), dtype=torch.float64)
     tensors = 0

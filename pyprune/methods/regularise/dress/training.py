@@ -5,7 +5,7 @@ The objective is  LM loss + lambda * sum over tensors with a hidden axis of sum_
 Gemma's norms through 1 + w). Three ways to minimise it:
 
 * ``solver="subgradient"``: the penalty joins the loss, as in the paper. The l1 form of its Proposition 2
-  (-y <= x <= y) is the epigraph of the same problem, so it needs no code of its own.
+  (-y <= x <= y) is the epigraph of the same problem and needs no code.
 * ``solver="prox"``: an optimizer step on the LM loss, then the proximal map of the l2 penalty, the Euclidean group
   soft-threshold at lambda * ``prox_step`` (the map in the diagonal metric of Adam has no closed form for l2).
 * ``schedule="anneal"``: no penalty; R is multiplied by a factor that falls from 1 to exactly 0.
@@ -45,14 +45,14 @@ from pyprune.train.sharded import channels_of, is_divided, part_of
 
 @dataclass
 class DressReport:
-    """What DReSS did. JSON-able through :meth:`to_dict`.
+    """The result of DReSS's training. JSON-able through :meth:`to_dict`.
 
     Attributes:
         removed: the channels R.
         preserved_ratio: sum |W| over R after / before, all tensors; None when R is empty.
-        target_preserved_ratio: what was asked for.
+        target_preserved_ratio: the option of that name.
         penalty_before: the penalty (not weighted) before training.
-        penalty_after: the same afterwards.
+        penalty_after: the penalty after training.
         train: the training report.
         warnings: an effect that was missed, and the training's own warnings.
     """
@@ -72,7 +72,7 @@ class DressReport:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Slices of a tensor along its hidden axis: the dimension, the selected channels, and what the ops add to it."""
+    """Slices of a tensor along its hidden axis: the dimension, the selected channels, and the ops' offset."""
 
     param: NamedParam
     dim: int
@@ -80,11 +80,11 @@ class _Slices:
     offset: float
 
     def penalty(self, norm: str) -> Tensor:
-        """The sum of the selected channels' norms; differentiable."""
+        """Return the sum of the selected channels' norms; differentiable."""
         return group_penalty(self.param.parameter, self.index, self.dim, norm, offset=self.offset)
 
     def add_gradient(self, norm: str, penalty_weight: float) -> Tensor:
-        """The penalty; ``penalty_weight`` times its gradient joins the parameter's, unless that is frozen."""
+        """Return the penalty, and add ``penalty_weight`` times its gradient to the parameter's, unless it is frozen."""
         parameter = self.param.parameter
         if not parameter.requires_grad:
             return self.penalty(norm)
@@ -142,7 +142,7 @@ class DressObjective(Objective):
         self.in_optimizer = False
 
     def run_facts(self) -> dict[str, Any]:
-        """R and the options of the penalty."""
+        """Return R and the options of the penalty."""
         options = {k: v for k, v in self.config.to_dict().items() if k not in ("train", "version")}
         return {"removed": list(self.removed), **options}
 
@@ -152,7 +152,7 @@ class DressObjective(Objective):
         if not self.removed:
             return
         dense = cast(PreTrainedModel, model)
-        self.slices = hidden_slices(dense, penalised(dense, self.removed, self.config))
+        self.slices = hidden_slices(dense, penalised_channels(dense, self.removed, self.config))
         if family_for(dense).gauges(dense.config):
             gone = set(self.removed)
             self.gauge_kept = tuple(i for i in range(dense.config.hidden_size) if i not in gone)
@@ -167,41 +167,41 @@ class DressObjective(Objective):
             )
 
     @property
-    def annealed(self) -> bool:
-        """Whether R is shrunk by a schedule instead of penalised."""
+    def anneals(self) -> bool:
+        """Check whether R is shrunk by a schedule instead of penalised."""
         return self.config.schedule == "anneal"
 
     def optimizer_penalties(self, model: nn.Module, config: TrainConfig) -> dict[nn.Parameter, Penalty]:
         """Hand the whole penalty to the optimizer's own pass, where that adds the same subgradient."""
         frozen = any(not s.param.parameter.requires_grad for s in self.slices)
-        if self.annealed or self.config.solver == "prox" or frozen:
+        if self.anneals or self.config.solver == "prox" or frozen:
             return {}
         self.in_optimizer = True
         c = self.config
         return {s.param.parameter: Penalty(s.index, s.dim, c.norm, c.penalty_weight, s.offset) for s in self.slices}
 
     def reads_gradients(self) -> bool:
-        """Whether the subgradient joins the gradients outside the optimizer's pass."""
-        return bool(self.removed) and not (self.annealed or self.in_optimizer or self.config.solver == "prox")
+        """Check whether the subgradient joins the gradients outside the optimizer's pass."""
+        return bool(self.removed) and not (self.anneals or self.in_optimizer or self.config.solver == "prox")
 
     def penalty(self) -> Tensor | None:
-        """Sum over tensors and channels of the group norms, without its weight; differentiable."""
+        """Sum the group norms over tensors and channels, without the weight; differentiable."""
         terms = [slices.penalty(self.config.norm) for slices in self.slices]
         return torch.stack([t.to(terms[0].device) for t in terms]).sum() if terms else None
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """Lambda times the penalty, for the subgradient solver."""
-        if self.annealed or self.config.solver == "prox":
+        """Return lambda times the penalty, for the subgradient solver."""
+        if self.anneals or self.config.solver == "prox":
             return None
         penalty = self.penalty()
         return None if penalty is None else self.config.penalty_weight * penalty
 
     @torch.no_grad()
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
-        """The same without autograd: in one pass over the selected slices, or by the optimizer in its own."""
+        """Apply :meth:`step_penalty` without autograd: here in one pass over the slices, or in the optimizer's pass."""
         if self.in_optimizer:
             return self.step_penalty(model)
-        if self.annealed or self.config.solver == "prox" or not self.slices:
+        if self.anneals or self.config.solver == "prox" or not self.slices:
             return None
         penalty_weight = self.config.penalty_weight
         terms = [slices.add_gradient(self.config.norm, penalty_weight) for slices in self.slices]
@@ -209,17 +209,17 @@ class DressObjective(Objective):
 
     @torch.no_grad()
     def validation_penalty(self, model: nn.Module) -> float:
-        """Lambda times the penalty whichever solver minimises it; 0 while annealing, which has none."""
-        penalty = None if self.annealed else self.penalty()
+        """Return lambda times the penalty for every solver; 0 while annealing, which has no penalty."""
+        penalty = None if self.anneals else self.penalty()
         return 0.0 if penalty is None else self.config.penalty_weight * float(penalty)
 
     def after_optimizer_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, learning_rate: float
     ) -> None:
-        """Back into the gauge; then shrink (anneal) or apply the proximal map (prox)."""
+        """Restore the gauge; then shrink (anneal) or apply the proximal map (prox)."""
         if self.gauge_kept:
             gauge_(cast(PreTrainedModel, model), self.gauge_kept)
-        if self.annealed:
+        if self.anneals:
             self._shrink(step)
         elif self.config.solver == "prox":
             step_size = learning_rate if self.config.prox_step is None else self.config.prox_step
@@ -228,10 +228,10 @@ class DressObjective(Objective):
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed factor is 0."""
-        return not (self.annealed and self.removed) or step >= self.anneal_steps
+        return not (self.anneals and self.removed) or step >= self.anneal_steps
 
     def factor(self, step: int) -> float:
-        """What R is multiplied by in all after ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
+        """Return the product of R's factors up to ``step``: linear from 1 to exactly 0 at ``anneal_share``."""
         if not self.anneal_steps:
             return 0.0 if step else 1.0
         return max(0.0, 1.0 - step / self.anneal_steps)
@@ -245,13 +245,13 @@ class DressObjective(Objective):
                 slices.shrink(ratio)
 
     def _ratio(self, step: int, dtype: torch.dtype) -> float:
-        """What R is multiplied by in ``step`` alone."""
-        reached = self._coarse_factor if dtype == torch.bfloat16 else self.factor
-        before = reached(step - 1)
-        return reached(step) / before if before else 0.0
+        """Return R's factor in ``step`` alone."""
+        factor = self._coarse_factor if dtype == torch.bfloat16 else self.factor
+        before = factor(step - 1)
+        return factor(step) / before if before else 0.0
 
     def _coarse_factor(self, step: int) -> float:
-        """The factor in steps of 3 %: bfloat16 has 8 bits, so that a product with 0.999 is the number itself."""
+        """Round the factor to steps of 3 %: in bfloat16, which has 8 bits, 0.999 times a number is the number."""
         reached = 1.0
         for earlier in range(1, step + 1):
             factor = self.factor(earlier)
@@ -261,9 +261,9 @@ class DressObjective(Objective):
 
 
 def hidden_slices(model: PreTrainedModel, channels: Sequence[int]) -> list[_Slices]:
-    """Every tensor with a hidden axis, tied ones once, with the channels selected in it.
+    """Return the slices of every tensor with a hidden axis; tied tensors appear once.
 
-    Of weights that are divided among processes, the parts of this one and those of the channels that lie in them.
+    Where weights are divided among processes, these are the slices of this process's parts.
     """
     family = family_for(model)
     slices = []
@@ -286,7 +286,7 @@ def regularise_dress(
     config: DressOptions,
     run: RunOptions = NO_RUN,
 ) -> DressReport:
-    """Regularise ``model`` in place, so that the channels ``removed`` can go.
+    """Regularise ``model`` in place, so that the channels ``removed`` can be cut.
 
     Args:
         model: a dense model with float32 weights.
@@ -296,13 +296,13 @@ def regularise_dress(
         run: validation samples, checkpoints, resuming.
 
     Returns:
-        The preserved ratio that was reached; a missed target is in its warnings.
+        The preserved ratio and the training; a missed target is among the warnings.
     """
     objective = DressObjective(removed, config)
     plan = family_for(model).plan(model.config) if removed else None
     if plan is not None:
         plan = plan.keep_hidden(set(plan.hidden) - set(removed))
-    before, penalty_before = _looked_at(model, plan, removed, config)
+    before, penalty_before = _measure_effect(model, plan, removed, config)
     trained = train(
         model,
         samples,
@@ -313,7 +313,7 @@ def regularise_dress(
         resume=run.resume,
         description="DReSS",
     )
-    after, penalty_after = _looked_at(model, plan, removed, config)
+    after, penalty_after = _measure_effect(model, plan, removed, config)
     ratio = preserved_ratio(before, after)
     missed = preserved_warnings(ratio, config.target_preserved_ratio) if ratio is not None else []
     return DressReport(
@@ -328,10 +328,10 @@ def regularise_dress(
 
 
 @torch.no_grad()
-def _looked_at(
+def _measure_effect(
     model: PreTrainedModel, plan: PrunePlan | None, removed: Sequence[int], config: DressOptions
 ) -> tuple[dict[str, Sums], float]:
-    """|W| of what a plan keeps and removes, and the penalty; nothing where another process has the weights."""
+    """Return |W| of the kept and removed channels, and the penalty; nothing where another process has the weights."""
     if not processes.gets_result():
         return {}, 0.0
     how = processes.division()
@@ -342,17 +342,17 @@ def _looked_at(
 def _plain_penalty(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> float:
     if not removed:
         return 0.0
-    channels = penalised(model, removed, config)
+    channels = penalised_channels(model, removed, config)
     return sum(float(slices.penalty(config.norm)) for slices in hidden_slices(model, channels))
 
 
-def penalised(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> tuple[int, ...]:
-    """The hidden channels that the penalty is of: R, or in the full-parameter ablation all."""
+def penalised_channels(model: PreTrainedModel, removed: Sequence[int], config: DressOptions) -> tuple[int, ...]:
+    """Return the penalised hidden channels: R, or all in the full-parameter ablation."""
     return tuple(range(model.config.hidden_size)) if config.penalise == "all" else tuple(removed)
 
 
 def objective(plan: PrunePlan, options: DressOptions) -> DressObjective:
-    """What :func:`regularise` trains on."""
+    """Return the objective of :func:`regularise`."""
     return DressObjective(plan.removed_hidden, options)
 
 

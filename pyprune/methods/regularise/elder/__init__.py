@@ -16,7 +16,7 @@ from pyprune.methods.base import Deferred, Method, own_options
 from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
 
 READ_BY_GATES = ("dtype", "gradient_checkpointing", "checkpoint_interval")
-"""Options of the training with which the gates are learnt too."""
+"""Options of stage 2's training that stage 1 uses as well."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class GateConfig(Config):
 
 @dataclass(frozen=True)
 class ElderOptions(MethodOptions):
-    """ELDeR / TRSP: learn layer gates, regularise the layers that will go, drop them.
+    """ELDeR / TRSP: learn layer gates, regularise the layers that will be dropped, drop them.
 
     Attributes:
         gates: stage 1.
@@ -56,8 +56,8 @@ class ElderOptions(MethodOptions):
         norm: of the input-output difference of a layer in P, mean over tokens of the per-token norm.
         penalty_weight: the papers' lambda2.
         schedule: published (the norm penalty) or anneal (gates of P go from 1 to exactly 0).
-        anneal_share: share of the steps after which the annealed gate is zero, in [0, 1]; at 0 the layers of P are gone
-            from the first step, and what is left is trained: cut, then fine-tuned.
+        anneal_share: share of the steps after which the annealed gate is zero, in [0, 1]; at 0 the layers of P are
+            removed at the first step, and the rest is trained: cut, then fine-tuned.
         train: stage 2's training options.
     """
 
@@ -86,7 +86,7 @@ class ElderOptions(MethodOptions):
         return None if self.layers else Deciding("gates", self.gate_training(sequence_length))
 
     def gate_training(self, sequence_length: int) -> TrainConfig:
-        """How stage 1 trains, but for its steps and seed.
+        """Return the training options of stage 1, except its steps and seed.
 
         Args:
             sequence_length: tokens of the text's sequences.

@@ -57,7 +57,7 @@ class GateRound:
 
 @dataclass
 class GateReport:
-    """What stage 1 learned. JSON-able through :meth:`to_dict`.
+    """The result of stage 1. JSON-able through :meth:`to_dict`.
 
     Attributes:
         removed: the layers to remove, in the order in which they were masked.
@@ -78,8 +78,8 @@ class GateReport:
         return asdict(self)
 
 
-def gated(gate: Tensor, before: Tensor, after: Tensor, placement: str) -> Tensor:
-    """The output of a gated layer; a gate of 1 returns ``after`` bit for bit.
+def gate_output(gate: Tensor, before: Tensor, after: Tensor, placement: str) -> Tensor:
+    """Return the output of a layer with a gate; a gate of 1 returns ``after`` bit for bit.
 
     Args:
         gate: scalar.
@@ -124,12 +124,12 @@ class GateObjective(Objective):
         return self.config.first_round_steps + later * self.config.round_steps
 
     def run_facts(self) -> dict[str, Any]:
-        """The number of layers, stage 1's options, and the layers with a gate where that is not all of them."""
+        """Return the number of layers, stage 1's options, and the layers with a gate unless all have one."""
         weighed = {} if self.weighed is None else {"weighed": list(self.weighed)}
         return {"count": self.count, **self.config.to_dict(), **weighed}
 
     def setup(self, model: nn.Module, config: TrainConfig) -> None:
-        """Put one gate of 1 on every layer of a frozen model that is weighed, and switch dropout off."""
+        """Put a gate of 1 on every weighed layer of a frozen model, and switch dropout off."""
         dense = cast(PreTrainedModel, model)
         layers = family_for(dense).layers(dense)
         self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
@@ -142,18 +142,18 @@ class GateObjective(Objective):
     def _gate(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
         if index in self.removed:
             return None
-        return gated(self.gates[index], before, after, self.config.placement)
+        return gate_output(self.gates[index], before, after, self.config.placement)
 
     def parameter_groups(self, model: nn.Module, config: TrainConfig) -> list[ParameterGroup]:
-        """The gates, with their own learning rate."""
+        """Return the gates, with the learning rate of stage 1."""
         return [ParameterGroup({"gates": self.gates}, self.config.learning_rate)]
 
     def step_penalty(self, model: nn.Module) -> Tensor | None:
-        """lambda1 * sum of |S_i| over the layers that are not masked."""
+        """Return lambda1 * sum of |S_i| over the layers that are not masked."""
         return self.config.penalty_weight * self.gates[self._active()].abs().sum()
 
     def apply_step_penalty(self, model: nn.Module) -> Tensor | None:
-        """The same with its gradient; of the value a share, where several processes have all gates and add it up."""
+        """Add the gradient of :meth:`step_penalty`. Processes that all hold the gates return a share of the value."""
         penalty = super().apply_step_penalty(model)
         return penalty / processes.count() if penalty is not None and is_divided(model) else penalty
 
@@ -184,7 +184,7 @@ class GateObjective(Objective):
                 self.hooks.skip(index)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The rounds so far."""
+        """Return the rounds so far."""
         if not self.rounds:
             return {}
         width = self.count
@@ -195,7 +195,7 @@ class GateObjective(Objective):
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Mask again what was masked."""
+        """Mask the layers of earlier rounds again."""
         if not state:
             return
         rows = zip(state["steps"].tolist(), state["gates"].tolist(), state["masked"].tolist(), strict=True)
@@ -205,7 +205,7 @@ class GateObjective(Objective):
             self._mask(chosen)
 
     def teardown(self, model: nn.Module) -> None:
-        """Take the gates off, and switch dropout on again."""
+        """Remove the gates, and switch dropout on again."""
         self.quiet.close()
         if self.hooks is not None:
             self.hooks.remove()
@@ -219,13 +219,13 @@ def learn_layer_gates(
     seed: int = 0,
     run: RunOptions = NO_RUN,
 ) -> GateReport:
-    """Stage 1: learn layer gates and choose ``count`` layers. The model comes back unchanged.
+    """Stage 1: learn layer gates and choose ``count`` layers. The model is unchanged afterwards.
 
     Args:
-        model: a dense model; its weights are frozen meanwhile.
+        model: a dense model; its weights are frozen during the training.
         samples: token ids, int64 [N, T].
         count: layers to choose, 0 < count < number of layers.
-        config: the method's options; ``gates`` says how, ``train`` gives dtype and gradient checkpointing.
+        config: the method's options; ``gates`` are those of stage 1, ``train`` has dtype and gradient checkpointing.
         seed: of the order of samples.
         run: checkpoints and resuming.
 
@@ -258,12 +258,12 @@ def learn_layer_gates(
 
 
 def layers_to_weigh(model: PreTrainedModel, samples: Tensor, count: int, config: GateConfig) -> tuple[int, ...]:
-    """The layers that get a gate, ascending: ``weighed_share`` of them, of the smallest block influence.
+    """Return the layers that get a gate, ascending: ``weighed_share`` of them, of the smallest block influence.
 
     Args:
         model: a dense model.
         samples: token ids, int64 [N, T]; those that hold the first :data:`INFLUENCE_TOKENS` tokens are read.
-        count: layers to remove; as many get a gate at least.
+        count: layers to remove; at least that many get a gate.
         config: stage 1's options.
     """
     total = len(family_for(model).layers(model))
@@ -279,7 +279,7 @@ def layers_to_weigh(model: PreTrainedModel, samples: Tensor, count: int, config:
 
 
 def objective(plan: PrunePlan, options: ElderOptions) -> GateObjective:
-    """What :func:`decide` trains on, to remove as many layers as a plan does."""
+    """Return the objective of :func:`decide`, for as many layers as a plan removes."""
     return GateObjective(plan.dense.num_layers - len(plan.layers), options.gates)
 
 
@@ -295,7 +295,7 @@ def _gate_warnings(objective: GateObjective, weighed: Sequence[int]) -> list[str
 
 
 def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: RunOptions = NO_RUN) -> PlanDecision:
-    """Choose the layers by their gates, or take those that the options name."""
+    """Choose the layers by their gates, or take the layers of the options."""
     identity = request.identity
     options = own_options(request, ElderOptions)
     if options.layers:

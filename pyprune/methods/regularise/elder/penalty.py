@@ -23,7 +23,7 @@ from pyprune.data.tokens import Batch
 from pyprune.families import family_for
 from pyprune.methods.base import NO_RUN, RunOptions, StageReport, warn_if_nothing_penalised
 from pyprune.methods.regularise.elder import ElderOptions
-from pyprune.methods.regularise.elder.gates import gated
+from pyprune.methods.regularise.elder.gates import gate_output
 from pyprune.ops import residual_diff_norm
 from pyprune.plan import PrunePlan
 from pyprune.probe.effects import UNCHANGED_SHARE
@@ -35,7 +35,7 @@ from pyprune.train.objective import LossTerms, Objective, TrainReport
 
 @dataclass
 class ElderReport:
-    """What stage 2 did. JSON-able through :meth:`to_dict`.
+    """The result of stage 2. JSON-able through :meth:`to_dict`.
 
     Attributes:
         removed: P, ascending.
@@ -72,7 +72,7 @@ class ElderObjective(Objective):
         self.gate = 1.0
 
     def run_facts(self) -> dict[str, Any]:
-        """P and the options of the penalty."""
+        """Return P and the options of the penalty."""
         skipped = ("train", "gates", "layers", "version")
         return {
             "removed": list(self.removed),
@@ -80,8 +80,8 @@ class ElderObjective(Objective):
         }
 
     @property
-    def annealed(self) -> bool:
-        """Whether the layers of P are faded out by a schedule instead of penalised."""
+    def anneals(self) -> bool:
+        """Check whether the layers of P are faded out by a schedule instead of penalised."""
         return self.config.schedule == "anneal"
 
     def setup(self, model: nn.Module, config: TrainConfig) -> None:
@@ -90,13 +90,13 @@ class ElderObjective(Objective):
         if not self.removed:
             return
         dense = cast(PreTrainedModel, model)
-        hook = self._fade if self.annealed else self._measure
+        hook = self._fade if self.anneals else self._measure
         self.hooks = LayerHooks(family_for(dense).layers(dense), self.removed, hook)
 
     def _fade(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
         if self.gate == 0.0:  # the layer is skipped and ``after`` is its input
             return None
-        return gated(torch.tensor(self.gate, device=after.device), before, after, "residual")
+        return gate_output(torch.tensor(self.gate, device=after.device), before, after, "residual")
 
     def _measure(self, index: int, before: Tensor, after: Tensor) -> Tensor | None:
         before, after = (_tokens_only(x, self.positions) for x in (before, after))
@@ -105,12 +105,12 @@ class ElderObjective(Objective):
         return None
 
     def gate_at(self, step: int) -> float:
-        """The gate of P during ``step``: linear from 1 to exactly 0 at step ceil(anneal_share * steps)."""
+        """Return the gate of P during ``step``: linear from 1 to exactly 0 at step ceil(anneal_share * steps)."""
         return max(0.0, 1.0 - step / self.anneal_steps) if self.anneal_steps else 0.0
 
     def before_step(self, model: nn.Module, step: int) -> None:
-        """Set the annealed gate; at zero the layers are not computed any more."""
-        if not self.annealed or self.hooks is None:
+        """Set the annealed gate; at zero the layers are no longer computed."""
+        if not self.anneals or self.hooks is None:
             return
         self.gate = self.gate_at(step)
         if self.gate == 0.0:
@@ -118,9 +118,9 @@ class ElderObjective(Objective):
                 self.hooks.skip(index)
 
     def micro_loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        """LM loss, and lambda2 * sum over P of the mean norm of the layer's change (equation 4), without padding."""
-        # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; what they leave
-        # is dropped here.
+        """Return the LM loss, and lambda2 * sum over P of the layer's mean change (equation 4), without padding."""
+        # Gradient checkpointing runs the hooks once more in the backward pass, on the same positions; those norms are
+        # dropped here.
         self.norms.clear()
         self.positions = batch.real_rows()
         lm = causal_loss(model, batch)
@@ -132,23 +132,23 @@ class ElderObjective(Objective):
 
     def settled(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed gate is 0."""
-        return not (self.annealed and self.removed) or step >= self.anneal_steps
+        return not (self.anneals and self.removed) or step >= self.anneal_steps
 
     def finish(self, model: nn.Module) -> None:
-        """After annealing, zero the writers of P: the model without hooks is then what was trained."""
-        if self.annealed and self.removed:
+        """Zero the writers of P after annealing: the model without hooks is then the trained one."""
+        if self.anneals and self.removed:
             dense = cast(PreTrainedModel, model)
             mask_(dense, family_for(dense).plan(dense.config).drop_layers(self.removed))
 
     def teardown(self, model: nn.Module) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self.norms.clear()
         if self.hooks is not None:
             self.hooks.remove()
 
 
 def _tokens_only(states: Tensor, positions: Tensor | None) -> Tensor:
-    """The hidden states [B, T, H] at these positions, [n, H]; unchanged for None."""
+    """Return the hidden states [B, T, H] at these positions, [n, H]; unchanged for None."""
     return states if positions is None else states.flatten(0, 1).index_select(0, positions.to(states.device))
 
 
@@ -159,7 +159,7 @@ def regularise_elder(
     config: ElderOptions,
     run: RunOptions = NO_RUN,
 ) -> ElderReport:
-    """Stage 2: train ``model`` in place, so that the layers ``removed`` can go.
+    """Stage 2: train ``model`` in place, so that the layers ``removed`` can be dropped.
 
     Args:
         model: a dense model with float32 weights.
@@ -195,7 +195,7 @@ def _penalty_warnings(report: TrainReport) -> list[str]:
 
 
 def objective(plan: PrunePlan, options: ElderOptions) -> ElderObjective:
-    """What :func:`regularise` trains on."""
+    """Return the objective of :func:`regularise`."""
     return ElderObjective(plan.removed_layers, options)
 
 
@@ -206,7 +206,7 @@ def regularise(
     options: ElderOptions,
     run: RunOptions = NO_RUN,
 ) -> StageReport:
-    """Stage 2 towards a plan; see :func:`regularise_elder`."""
+    """Run stage 2 for a plan; see :func:`regularise_elder`."""
     cut_already = int(model.config.num_hidden_layers) != plan.dense.num_layers
     report = regularise_elder(model, samples, () if cut_already else plan.removed_layers, options, run)
     return warn_if_nothing_penalised(report, plan.removed_layers, "layer")
