@@ -1,7 +1,8 @@
-"""Interleaved timing, shared by bench/kernels/ops.py and bench/kernels/optimizer.py."""
+"""Interleaved timing, peaks of memory and targets, for kernels and training."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -28,7 +29,7 @@ class Case:
     """One implementation of one thing, with its samples in milliseconds.
 
     Attributes:
-        op: what is done.
+        op: the operation.
         dtype: of the weights.
         variant: which groups, which penalty; empty if there is only one.
         implementation: "ceiling", a backend, "eager", "compiled", ...
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def share(self) -> float | None:
-        """The ceiling's time over this one's."""
+        """Ratio of the ceiling's time to this one's."""
         return quotient(self.ceiling, self)
 
     @property
@@ -70,7 +71,7 @@ class Case:
         return self.traffic / self.median / 1e6
 
     def record(self) -> dict[str, Any]:
-        """The case as a line of the JSONL file."""
+        """Return the case as a line of the JSONL file: a summary of its samples, if there are any."""
         names = ("op", "dtype", "variant", "implementation", "traffic")
         record: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.samples:
@@ -93,7 +94,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def on_backend(name: str, function: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:
-    """``function(*args, **options)`` as a call without arguments, on one backend."""
+    """Return ``function(*args, **options)`` as a call without arguments, on one backend."""
 
     def call() -> object:
         with backend(name):
@@ -103,7 +104,7 @@ def on_backend(name: str, function: Callable[..., object], *args: object, **opti
 
 
 def on_one_thread(call: Callable[[], object]) -> Callable[[], object]:
-    """The call on one thread of the CPU."""
+    """Return the call on one thread of the CPU."""
 
     def alone() -> object:
         threads = torch.get_num_threads()
@@ -139,11 +140,27 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def last_level_cache() -> int:
-    """Bytes of the last-level caches of the CPUs that this process may run on, together; 64 MiB where not known.
+def extra_peak(work: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that torch's allocator held during ``work``, beyond those at its start."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    records = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = sorted((e.start_ns(), e.nbytes()) for e in records if e.name() == "[memory]")
+    alive = peak = 0
+    for _, size in events:
+        alive += size
+        peak = max(peak, alive)
+    return peak
 
-    Linux tells them under /sys/devices/system/cpu.
-    """
+
+def last_level_cache() -> int:
+    """Return the bytes of all last-level caches of this process's CPUs, as Linux lists them; 64 MiB if unknown."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     sizes: dict[str, int] = {}
     for cpu in cpus:
@@ -157,32 +174,32 @@ def last_level_cache() -> int:
 
 
 def release(cases: Iterable[Case]) -> None:
-    """Drop the calls, and with them the arrays that they hold."""
+    """Drop the calls and the arrays that they hold."""
     for case in cases:
         case.call, case.prepare = int, None
 
 
 def find(cases: Iterable[Case], op: str, dtype: str, variant: str, implementation: str) -> Case | None:
-    """The case of this name, if it was measured."""
-    wanted = (op, dtype, variant, implementation)
-    return next((c for c in cases if (c.op, c.dtype, c.variant, c.implementation) == wanted), None)
+    """Return the case of this name, or None."""
+    name = (op, dtype, variant, implementation)
+    return next((c for c in cases if (c.op, c.dtype, c.variant, c.implementation) == name), None)
 
 
 def quotient(above: Case | None, below: Case | None) -> float | None:
-    """How many times longer the first takes, if both were measured.
+    """Return how many times longer the first takes, or None.
 
-    The median over rounds of each round's ratio: the speed of a shared machine's memory changes between rounds more
-    than within one.
+    It is the median of each round's ratio: the speed of a shared machine's memory changes more between rounds than
+    within one.
     """
     if above is None or below is None:
         return None
-    if len(above.samples) != len(below.samples):  # of separate runs
+    if len(above.samples) != len(below.samples):  # from separate runs
         return above.median / below.median
     return median([a / b for a, b in zip(above.samples, below.samples, strict=True)])
 
 
 def conditions(device: torch.device) -> dict[str, object]:
-    """The machine and the versions that a figure depends on."""
+    """Return the machine and the versions that a figure depends on."""
     return {
         **environment_record(torch.cuda.get_device_name() if device.type == "cuda" else None),
         "isas": available_isas(),
@@ -197,18 +214,18 @@ def keep(path: Path, cases: Iterable[Case], about: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A limit, and what was measured.
+    """A limit and a measured figure.
 
     Attributes:
-        what: in words.
-        wanted: the limit.
+        name: of the figure.
+        limit: the limit.
         measured: None if it was not measured in this run.
-        at_least: whether ``wanted`` is a lower limit.
+        at_least: whether ``limit`` is a lower limit.
         note: why a limit cannot be reached, or which case was the worst.
     """
 
-    what: str
-    wanted: float
+    name: str
+    limit: float
     measured: float | None
     at_least: bool = True
     note: str = ""
@@ -218,23 +235,23 @@ class Target:
         """Met, missed or not measured."""
         if self.measured is None:
             return "not measured"
-        return "met" if (self.measured >= self.wanted) == self.at_least or self.measured == self.wanted else "missed"
+        return "met" if (self.measured >= self.limit) == self.at_least or self.measured == self.limit else "missed"
 
 
-def worst(what: str, wanted: float, ratios: dict[str, float], *, at_least: bool = True, note: str = "") -> Target:
-    """A target that has to hold for every case, judged by the worst one, which is named."""
+def worst(name: str, limit: float, ratios: dict[str, float], *, at_least: bool = True, note: str = "") -> Target:
+    """Return a target that must hold for every case: it has the figure and the name of the worst one."""
     if not ratios:
-        return Target(what, wanted, None, at_least, note)
-    name = (min if at_least else max)(ratios, key=lambda key: ratios[key])
-    return Target(what, wanted, ratios[name], at_least, "; ".join(filter(None, (f"worst: {name}", note))))
+        return Target(name, limit, None, at_least, note)
+    case = (min if at_least else max)(ratios, key=lambda key: ratios[key])
+    return Target(name, limit, ratios[case], at_least, "; ".join(filter(None, (f"worst: {case}", note))))
 
 
 def print_targets(targets: Sequence[Target]) -> None:
     """One line a target."""
     rows = tuple(
         (
-            target.what,
-            f"{'at least' if target.at_least else 'at most'} {target.wanted:.2f}",
+            target.name,
+            f"{'at least' if target.at_least else 'at most'} {target.limit:.2f}",
             None if target.measured is None else f"{target.measured:.2f}",
             target.verdict + (f" ({target.note})" if target.note else ""),
         )

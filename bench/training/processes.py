@@ -29,8 +29,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from bench._command import count, exit_status
-from bench._timing import conditions
-from bench.kernels.optimizer import extra_peak, the_model, tokens
+from bench._timing import conditions, extra_peak
+from bench.training.train_step import the_model, tokens
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
 from pyprune.errors import PypruneError
@@ -78,7 +78,7 @@ def measure(steps: int) -> dict[str, Any]:
     model = model.train()
     config = replace(CONFIG, steps=steps)
     whole = sum(p.nbytes for p in model.parameters())
-    samples = Batch.of(tokens(model, BATCH, LENGTH).cpu())
+    samples = Batch.of(tokens(model.config, BATCH, LENGTH))
     objective = _Timed()
 
     def work() -> None:

@@ -1,7 +1,8 @@
-r"""A whole training step, ours and a plain PyTorch loop's, at equal work: seconds, tokens a second, peak memory.
+r"""Time a whole training step, ours and a plain PyTorch loop's, at equal work: seconds, tokens a second, peak memory.
 
     python -m bench.training.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8]
     python -m bench.training.train_step --shapes 7B --batch 1 --length 2048 # on a GPU: LLaMA-2's shapes, random weights
+    python -m bench.training.train_step --compaction # compact_checkpoint to 75 % of the hidden size, and cp -r
     python -m bench.training.train_step --recipes # predict what the shipped recipes hold at 7B and 13B on 76 GiB
     python -m bench.training.train_step --padding FILE # share of padding in a step on instruction records (.jsonl)
     python -m bench.training.train_step --passes FILE  # seconds of such a step, split by records or by tokens
@@ -17,14 +18,12 @@ Each is one step of the product's own loop (:func:`pyprune.train.loop.train`), i
 options that presets have (bfloat16 autocast over float32 weights, clipping at 1, a copy of the last good weights), and
 of a plain loop: torch's fused AdamW, autocast, the penalty by autograd, torch's clipping, Transformers' own loss. Steps
 take turns; the learning rate is so small that the weights stay. Peaks are of torch's allocator, with everything that
-lives between steps; beside them stands what :mod:`pyprune.train.memory` predicts. Every sample is appended to --jsonl.
-A second table says where the seconds of a few more steps go; ours copy the good weights in each of them, otherwise in
-one of ten.
+lives between steps; :mod:`pyprune.train.memory` predicts them. Medians are appended to --jsonl. A second table shows
+the parts of a few more steps; ours copy the good weights in each of them, otherwise in one of ten.
 
---compiled adds ours with every decoder layer under torch.compile; what compiling takes is in the warm-up.
-
-With --shapes the models would not fit beside each other, so one follows another, each with random weights of its own. A
-plain loop on bfloat16 weights is added, and an implementation that does not fit alone is recorded as out of memory.
+--compiled adds ours with every decoder layer under torch.compile; the warm-up includes the compilation. With --shapes
+the models do not fit next to each other, so they follow each other, each with random weights. A plain loop on bfloat16
+weights is added, and an implementation that does not fit alone is recorded as out of memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ import argparse
 import copy
 import gc
 import gzip
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -48,8 +50,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from bench._timing import Case, Target, conditions, interleave, print_targets, worst
-from bench.kernels.optimizer import RATE, RESULTS, extra_peak, the_model, tokens
+from bench._texts import load_dense
+from bench._timing import Case, Target, conditions, extra_peak, interleave, keep, print_targets, quotient, worst
 from bench.training.step_parts import (
     BACKWARD,
     COPY,
@@ -62,15 +64,19 @@ from bench.training.step_parts import (
     parts_table,
     time_parts,
 )
+from pyprune.checkpoint.manifest import RECORD_NAME
+from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.recoveries import recovery
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.sampling import split_disjoint
 from pyprune.data.tokens import Batch
+from pyprune.errors import CheckpointError
 from pyprune.families import family_for
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
+from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.run.memory import TrainedModels, memory_of, memory_table
 from pyprune.run.recipe import build_config
 from pyprune.runtime.device import DTYPES
@@ -86,6 +92,9 @@ from pyprune.train.recover import recovery_objective
 from pyprune.train.samples import batch_indices
 from pyprune.train.sharded import Whole
 
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "optimizer.jsonl"
+RATE = 1e-9
+"""So small a learning rate that the weights stay while implementations take turns."""
 Form = Literal["dress", "elder", "lora", "distil"]
 FORMS: tuple[Form, ...] = ("dress", "elder", "lora", "distil")
 LABELS: dict[Form, str] = {
@@ -103,9 +112,13 @@ PASSES = (1, 2, 4, 8, 16, 32, 64)
 RECORDS_IN_A_PASS, TOKENS_IN_A_PASS = (4, 8, 16), (1024, 2048, 4096)
 OUT_OF_MEMORY = "out of memory"
 PROFILED = 3
-"""Steps whose parts are timed."""
+"""Number of steps whose parts are timed."""
 
 
+SMOLLM2 = LlamaConfig(
+    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, tie_word_embeddings=True,
+)  # fmt: skip
 LLAMA_2 = {
     "7B": LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
     "13B": LlamaConfig(
@@ -120,21 +133,38 @@ SHAPES = {
     ),
     **LLAMA_2,
 }  # fmt: skip
-"""Of --shapes; "tiny" is for trying the command."""
+"""Values of --shapes; "tiny" tries the command."""
 RECIPES = ("llama2-7b-dress", "llama2-7b-elder", "llama2-7b-trsp", "llama-7b-moreau")
 GPU = 76 * 2**30
-"""Bytes that a GPU of 80 GB leaves to a process."""
+"""Bytes of a GPU of 80 GB that a process can use."""
+
+
+def the_model(folder: str | None) -> tuple[str, PreTrainedModel, Any]:
+    """Load the name, the float32 model and its tokenizer (None with random weights)."""
+    try:
+        return load_dense(folder)
+    except CheckpointError:
+        if folder is not None:
+            raise
+        torch.manual_seed(0)
+        return "SmolLM2-135M's shapes, random weights", AutoModelForCausalLM.from_config(SMOLLM2), None
+
+
+def tokens(config: PretrainedConfig, batch: int, length: int) -> Tensor:
+    """Draw random token ids, int64 [batch, length]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
 @dataclass
 class Dense:
-    """What every contender has a model of its own of.
+    """The model of which every contender has a copy.
 
     Attributes:
         name: of the model.
         config: its shapes.
         device: where steps run.
-        model: whose weights are copied; None = every model gets random ones.
+        model: has the weights to copy; None = every copy gets random ones.
     """
 
     name: str
@@ -143,7 +173,7 @@ class Dense:
     model: PreTrainedModel | None = None
 
     def copy(self, dtype: torch.dtype) -> PreTrainedModel:
-        """A model on the device, in training mode."""
+        """Return a model on the device, in training mode."""
         if self.model is None:
             with self.device:
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=dtype)
@@ -159,10 +189,10 @@ class Step:
     """One implementation of a step.
 
     Attributes:
-        do: does one.
-        held: what lives between steps, tensors.
-        parts: what it calls.
-        with_copy: does one that copies the good weights as well; None where none does.
+        do: takes one step.
+        held: returns the tensors that live between steps.
+        parts: the calls to time.
+        with_copy: takes a step that also copies the good weights; None if no step does.
     """
 
     do: Callable[[], object]
@@ -173,7 +203,7 @@ class Step:
 
 @contextmanager
 def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[Step]:
-    """An implementation of a form, with a model of its own."""
+    """Provide an implementation of a form, with its own model."""
     model = options.dense.copy(torch.bfloat16 if name in (LEAN, PLAIN_NARROW) else torch.float32)
     teacher = options.dense.copy(torch.bfloat16).eval() if form == "distil" else None
     recover = _recover(name, form, options.batch)
@@ -187,7 +217,7 @@ def contender(name: str, form: Form, options: argparse.Namespace) -> Iterator[St
 
 
 def _recover(name: str, form: Form, size: int) -> RecoverConfig:
-    """The options of a recovery, whose training is that of the other forms too."""
+    """Return the options of a recovery; the other forms have the same training."""
     config = TrainConfig(
         optimizer="fused_adamw", learning_rate=RATE, batch_size=size, micro_batch_size=size, max_grad_norm=CLIP,
         dtype="bfloat16", memory="lean" if name == LEAN else "full", compile=name == COMPILED, steps=100_000,
@@ -199,10 +229,10 @@ def _recover(name: str, form: Form, size: int) -> RecoverConfig:
 def _ours(
     form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
 ) -> Iterator[Step]:
-    """A step of the product's loop."""
+    """Provide a step of the product's loop."""
     config = recover.train
     objective = _objective(form, model, teacher, recover)
-    batch = Batch.of(tokens(options.dense, options.batch, options.length).cpu())
+    batch = Batch.of(tokens(options.dense.config, options.batch, options.length))
     run = _Run(Whole(model), batch, None, config, objective, None, True)
     objective.setup(model, config)
     run._make_optimizer()
@@ -232,7 +262,7 @@ def _teacher_part(teacher: PreTrainedModel | None) -> list[Watched]:
 
 
 def predicted_peak(name: str, form: Form, options: argparse.Namespace) -> int | None:
-    """The peak that shapes alone tell, bytes; None for a plain loop."""
+    """Predict the peak from shapes alone, bytes; None for a plain loop."""
     if name not in (FULL, LEAN):
         return None
     dense, recover = options.dense, _recover(name, form, options.batch)
@@ -259,11 +289,11 @@ def _objective(form: Form, model: Any, teacher: PreTrainedModel | None, recover:
 def _plain(
     form: Form, model: Any, teacher: PreTrainedModel | None, recover: RecoverConfig, options: argparse.Namespace
 ) -> Iterator[Step]:
-    """A step as a user would write it."""
+    """Provide a step as a user would write it."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    ids = tokens(options.dense, options.batch, options.length)
+    ids = tokens(options.dense.config, options.batch, options.length).to(options.dense.device)
     stream: list[Tensor] = []
     handles = [_watched(layer, stream) for layer in _watched_layers(form, model)]
 
@@ -336,7 +366,7 @@ def _weights(*models: nn.Module | None) -> list[Tensor]:
 
 
 def measure(form: Form, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Records of all implementations: in turns where weights are copied, else one after another."""
+    """Return records of all implementations: in turns if weights are copied, else one after another."""
     if options.dense.model is not None:
         compiled = (COMPILED,) if options.compiled else ()
         yield from _measured(form, (PLAIN, FULL, LEAN, *compiled), options)
@@ -362,7 +392,7 @@ def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> 
 
 
 def _measured_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The same of one implementation, which may not fit; what it held is free again afterwards."""
+    """Time one implementation, which may not fit, and free its memory."""
     try:
         return _measured(form, [name], options)[0]
     except torch.OutOfMemoryError as error:
@@ -380,7 +410,7 @@ def _case(form: Form, name: str, options: argparse.Namespace, step: Callable[[],
 
 
 def table(records: Sequence[dict[str, Any]], work: int) -> str:
-    """One line a form and implementation; ratios are to the first plain loop of the same form that fits.
+    """Return one line a form and implementation; ratios are to the first plain loop of the form that fits.
 
     Args:
         records: of :func:`measure`.
@@ -427,7 +457,7 @@ def _baseline(records: Sequence[dict[str, Any]], form: str) -> dict[str, Any] | 
 
 
 def _median_seconds(record: dict[str, Any]) -> tuple[float, float]:
-    """Median and median absolute deviation."""
+    """Return median and median absolute deviation."""
     return record["median_ms"] / 1e3, record["mad_ms"] / 1e3
 
 
@@ -437,14 +467,14 @@ def _peak_over_predicted(record: dict[str, Any]) -> float | None:
 
 
 def prediction_target(records: Sequence[dict[str, Any]]) -> Target:
-    """How far measured peaks are from predicted ones, at most."""
+    """Return the largest distance of measured peaks from predicted ones."""
     ratios = {f"{r['op']}, {r['implementation']}": _peak_over_predicted(r) for r in records}
     distances = {name: abs(ratio - 1) for name, ratio in ratios.items() if ratio is not None}
     return worst("a peak's distance from its prediction, as a share of it", 0.1, distances, at_least=False)
 
 
 class _Llama(TrainedModels):
-    """LLaMA-2 by its size; there are no weights to read."""
+    """LLaMA-2 by its size, without weights to read."""
 
     def shapes(self, dtype: str) -> PreTrainedModel:
         """The model without weights."""
@@ -454,7 +484,7 @@ class _Llama(TrainedModels):
 
 
 def print_recipes() -> None:
-    """What the trainings of the shipped recipes hold, memory decided for a GPU."""
+    """Predict the memory of the trainings of the shipped recipes on a GPU."""
     device = torch.device("cuda")
     for size, name in product(LLAMA_2, RECIPES):
         path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{name}.yaml"
@@ -464,7 +494,7 @@ def print_recipes() -> None:
 
 
 def padding_table(samples: Batch, batch_size: int) -> str:
-    """What of the tokens of a step is padding, by the sequences in a pass: what packing them could save at most.
+    """Return the share of padding in a step by the sequences in a pass: packing could save that much.
 
     Args:
         samples: padded on the right.
@@ -487,12 +517,12 @@ def padding_table(samples: Batch, batch_size: int) -> str:
 
 
 def print_padding(file: Path, tokenizer: Any) -> None:
-    """That of the recovery alpaca-lora on the records of a file."""
+    """Print the padding of the recovery alpaca-lora on the records of a file."""
     print(padding_table(_records(file, tokenizer), recovery("alpaca-lora").recover.train.batch_size))
 
 
 def _records(file: Path, tokenizer: Any) -> Batch:
-    """Nine tenths of the records of a .jsonl file, tokenised as the recovery alpaca-lora does."""
+    """Tokenise nine tenths of the records of a .jsonl file as the recovery alpaca-lora does."""
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     distinct = len(set(content.splitlines()))
     data = replace(recovery("alpaca-lora").data, source=str(file), samples=distinct * 9 // 10)
@@ -500,7 +530,7 @@ def _records(file: Path, tokenizer: Any) -> Batch:
 
 
 def by_tokens(batch: Batch, tokens: int) -> list[Batch]:
-    """Split a batch into passes of at most so many tokens, padding counted: rows of like length together."""
+    """Split a batch into passes of at most that many tokens with padding: rows of like length together."""
     ordered = torch.argsort(batch.real.sum(1), stable=True)
     lengths = batch.real.sum(1)[ordered].tolist()
     passes: list[list[int]] = []
@@ -525,7 +555,7 @@ class _SplitByTokens(Whole):
 
 
 def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
-    """Seconds of the first step of the recovery alpaca-lora, split in several ways that take turns, as Markdown."""
+    """Time the first step of the recovery alpaca-lora, split in several ways that take turns; return a table."""
     dense, preset = options.dense, recovery("alpaca-lora").recover
     train = replace(preset.train, learning_rate=RATE, dtype="bfloat16", memory="full", steps=100_000)
     batch = _records(file, tokenizer)[: train.batch_size]
@@ -553,6 +583,50 @@ def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
     return markdown_table(Table(f"Steps of {len(batch)} records", columns, tuple(rows)))
 
 
+def compaction(model: PreTrainedModel, tokenizer: Any, repeats: int) -> tuple[list[Case], list[Target]]:
+    """Time streamed compaction to 75 % of the hidden size, and a copy of the checkpoint: page cache warm.
+
+    Compaction reads as much as ``cp`` and writes less, so the targets are of bytes a second, read and written.
+    """
+    plan = family_for(model).plan(model.config)
+    plan = plan.keep_hidden(range(len(plan.hidden) * 3 // 4))
+    with tempfile.TemporaryDirectory() as name:
+        dense, copied, compacted = (Path(name) / part for part in ("dense", "copied", "compacted"))
+        save_checkpoint(model, tokenizer, dense, plan=None, provenance={})
+        (dense / RECORD_NAME).unlink()  # as Transformers writes it: the digests of a record would be verified
+        read = folder_bytes(dense)
+
+        def case(name: str, call: Callable[[], object], traffic: int, out: Path) -> Case:
+            remove = partial(shutil.rmtree, out, ignore_errors=True)
+            return Case("compaction of a checkpoint", "float32", "", name, call, traffic, prepare=remove)
+
+        def copy(command: str) -> Callable[[], object]:
+            return partial(subprocess.run, ["sh", "-c", command, "sh", str(dense), str(copied)], check=True)
+
+        copies = [
+            case("cp -r", copy('cp -r "$1" "$2"'), 2 * read, copied),
+            case("cp -r, then sync", copy('cp -r "$1" "$2" && sync "$2"/*'), 2 * read, copied),
+        ]
+        cut = case("compact_checkpoint", partial(compact_checkpoint, dense, plan, compacted), 0, compacted)
+        interleave([*copies, cut], repeats, torch.device("cpu"))
+        cut.traffic = read + folder_bytes(compacted)
+    note = "compaction flushes to the disk and writes SHA-256 digests; cp does neither"
+    return [*copies, cut], [rate_target(copies[0], cut), rate_target(copies[1], cut, note)]
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def rate_target(copy: Case, cut: Case, note: str = "") -> Target:
+    """Compare compaction's bytes a second with those of a copy; the note has the share by time."""
+    by_time, name = quotient(copy, cut) or 0.0, copy.implementation
+    moved = f"by time {by_time:.2f}: {cut.traffic / 1e6:.1f} MB read and written, by {name} {copy.traffic / 1e6:.1f}"
+    share = by_time * cut.traffic / copy.traffic
+    return Target(f"streamed compaction, bytes a second over {name}", 0.7, share, note=f"{moved}; {note}".strip("; "))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure the forms, report."""
     parser = argparse.ArgumentParser(description="Time whole training steps against a plain PyTorch loop.")
@@ -564,14 +638,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--compiled", action="store_true", help="also with every layer under torch.compile")
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
-    parser.add_argument("--recipes", action="store_true", help="only what the shipped recipes hold")
-    parser.add_argument("--padding", type=Path, metavar="FILE", help="only what of these records' steps is padding")
+    parser.add_argument("--compaction", action="store_true", help="time only the compaction of the checkpoint")
+    parser.add_argument("--recipes", action="store_true", help="only predict the memory of the shipped recipes")
+    parser.add_argument("--padding", type=Path, metavar="FILE", help="only the padding in these records' steps")
     parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
     options = parser.parse_args(arguments)
     if options.padding is not None:
         return print_padding(options.padding, the_model(options.model)[2])
     if options.recipes:
         return print_recipes()
+    if options.compaction:
+        name, model, tokenizer = the_model(options.model)
+        cases, targets = compaction(model, tokenizer, options.repeats)
+        keep(options.jsonl, cases, {**conditions(torch.device("cpu")), "model": name})
+        return print_targets(targets)
     options.dense = _dense(options)
     if options.passes is not None:
         return print(time_passes(options.passes, the_model(options.model)[2], options))

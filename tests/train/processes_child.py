@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench.kernels.optimizer import extra_peak
+from bench._timing import extra_peak
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.families import family_for

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from bench.kernels.optimizer import extra_peak
+from bench._timing import extra_peak
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective

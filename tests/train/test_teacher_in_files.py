@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.kernels.optimizer import extra_peak
+from bench._timing import extra_peak
 from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.config.train import DistillConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable
@@ -12,16 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench._timing import CEILING, Case, Target, find, interleave, last_level_cache
-from bench.kernels import ops, ops_adamw, ops_cases, optimizer
+from bench._timing import CEILING, Case, Target, extra_peak, find, interleave, last_level_cache
+from bench.kernels import ops, ops_adamw, ops_cases
 from bench.kernels.ops_cases import OPS, cases
 from bench.kernels.ops_setting import Setting
-from pyprune.checkpoint.manifest import RECORD_NAME
-from pyprune.checkpoint.save import save_checkpoint
-from pyprune.plan import PrunePlan
-from pyprune.run.cut_on_disk import compact_checkpoint
-from tests._support.models import tiny_batch, tiny_model
-from tests._support.tokenizer import tiny_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -38,14 +31,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for _ in range(2):
         ops.main([*size, "--dtypes", "float32", "bfloat16"])
     return lines(path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds a checkpoint."""
-    folder = tmp_path_factory.mktemp("dense")
-    save_checkpoint(tiny_model("llama"), tiny_tokenizer(), folder / "tiny", plan=None, provenance={})
-    return folder
 
 
 class TestOps:
@@ -218,86 +203,14 @@ def _arrays(case: Case) -> list[torch.Tensor]:
     return found
 
 
-class TestOptimizer:
-    def test_every_part_is_measured_and_judged(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        path = folder / "optimizer.jsonl"
-        optimizer.main(
-            ["--model", str(folder / "tiny"), "--repeats", "1", "--batches", "2", "--length", "16", "--work",
-             str(folder), "--jsonl", str(path)]
-        )  # fmt: skip
-        rows = lines(path)
-        assert {row["op"] for row in rows} == {
-            "penalty and optimizer", "training step", "peak memory", "compaction of a checkpoint",
-        }  # fmt: skip
-        out = capsys.readouterr().out
-        assert "not measured" not in out
-        assert out.count("peak in backward over the sum") == 4
-        assert "LLaMA-2-7B, bfloat16 weights 13.48 GB + 8-bit moments 13.90 GB" in out
-        assert sorted(p.name for p in folder.iterdir()) == ["optimizer.jsonl", "tiny"], "nothing is left behind"
-        assert out.count("streamed compaction, bytes a second over cp") == 2
+def test_peaks_are_the_allocators(self) -> None:
+    def work() -> None:
+        kept = torch.empty(1_000_000)
+        for _ in range(3):
+            torch.empty(2_000_000)
+        del kept
 
-    def test_compaction_is_judged_by_the_bytes_it_moves(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of a folder without pyprune's record: all that is read, and what is written."""
-        sizes: list[tuple[int, int]] = []
-
-        def spy(dense: Path, plan: PrunePlan, out: Path) -> None:
-            assert not (dense / RECORD_NAME).exists()
-            compact_checkpoint(dense, plan, out)
-            sizes.append((files(dense), files(out)))
-
-        def files(path: Path) -> int:
-            return sum(len(p.read_bytes()) for p in path.iterdir())
-
-        monkeypatch.setattr(optimizer, "compact_checkpoint", spy)
-        options = argparse.Namespace(work=str(tmp_path), repeats=1)
-        own, targets = optimizer.compaction_part(tiny_model("llama"), tiny_tokenizer(), options)
-        copied, synced, cut = own
-        (read, written), *_ = sizes
-        assert copied.traffic == synced.traffic == 2 * read
-        assert cut.traffic == pytest.approx(read + written, abs=16), "times in the record differ in length"
-        for case, target in zip((copied, synced), targets, strict=True):
-            assert target.measured == pytest.approx(cut.speed / case.speed)
-            assert f"by time {case.median / cut.median:.2f}" in target.note
-
-    @pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 32), (torch.bfloat16, 8)], ids=str)
-    def test_hook_mode_needs_no_more_than_the_sum(self, dtype: torch.dtype, bits: int) -> None:
-        model = tiny_model("llama", intermediate_size=256).to(dtype).train()
-        peak = optimizer.measure_peak(model, tiny_batch(1, 1, 4), bits)  # weights outweigh activations
-        assert peak.weights == sum(p.nbytes for p in model.parameters())
-        assert peak.activations > 0
-        assert peak.measured <= 1.05 * peak.expected
-        gradients = sum(p.nbytes for p in model.parameters())
-        assert peak.all_gradients > peak.measured + 0.3 * gradients, "an ordinary step holds all gradients"
-
-    def test_peaks_are_the_allocators(self) -> None:
-        def work() -> None:
-            kept = torch.empty(1_000_000)
-            for _ in range(3):
-                torch.empty(2_000_000)
-            del kept
-
-        assert optimizer.extra_peak(work, CPU) == pytest.approx(12_000_000, rel=0.001)
-
-    def test_the_three_ways_give_the_same_weights(self) -> None:
-        """What is compared does the same: penalty by autograd and AdamW, or both in one pass."""
-        results = []
-        for name in (optimizer.EAGER, optimizer.EAGER_FUSED, optimizer.OURS):
-            model = tiny_model("llama").double()
-            contest = optimizer.Contest(model)
-            for used in (contest.eager, contest.fused, contest.ours):
-                for group in used.param_groups:
-                    group |= {"lr": 1e-2, "weight_decay": 0.01}
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 1e-3)
-            contest.ways()[name]()
-            results.append([p.detach().clone() for p in model.parameters()])
-        start = tiny_model("llama").double()
-        for first, second, ours, before in zip(*results, start.parameters(), strict=True):
-            torch.testing.assert_close(second, first)
-            torch.testing.assert_close(ours, first)
-            assert not torch.equal(ours, before)
+    assert extra_peak(work, CPU) == pytest.approx(12_000_000, rel=0.001)
 
 
 def test_targets_are_judged_in_words() -> None:
