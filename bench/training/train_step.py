@@ -251,7 +251,7 @@ def _ours(
         (run.optimizer, "_run", OPTIMIZER),
         *_teacher_part(teacher),
     ]
-    with run._stepping():
+    with run._backward_context():
         copies = config.last_good_interval
         yield Step(lambda: run._step(next(numbers)), held, parts, lambda: run._step(1 + copies * next(numbers)))
     objective.teardown(model)
