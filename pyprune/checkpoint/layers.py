@@ -68,12 +68,12 @@ class ReadLayers(LayerRunner):
                 child.to(self.device)
 
     @override
-    def walking_together(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+    def batch_groups(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """All of them in one group, so that every layer is read once."""
         return [batches]
 
     @override
-    def branching_together(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
+    def branch_group_sizes(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
         """As many that layers and the head are read as few times as can be, while streams hold :data:`STREAM_BYTES`."""
         longest = max(batch.numel() for batch in batches)
         streams = STREAM_BYTES // (longest * self.model.config.hidden_size * self.model.dtype.itemsize)

@@ -49,7 +49,7 @@ from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import HostLayers, LayerRunner, Part
 from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
@@ -220,7 +220,7 @@ def reconstruct_compacted_(
     family = source.family  # a model that was cut has none
     layers = LayerRunner(pruned, family) if device is None else HostLayers(pruned, family, device)
     side = CompactedLayers(layers, plan, source.model.config)
-    with still(pruned):
+    with frozen_eval(pruned):
         return _reconstruct(source, side, plan, Batch.of(samples), None, options, batch_size)
 
 
@@ -245,7 +245,7 @@ def _reconstruct(
     solved: tuple[SolvedPart, ...] = ()
     walk: Walk | None = None
     if not all(step.exact for step in steps):
-        with still(dense.model), dense.computing(dtype), side.runner.computing(dtype):
+        with frozen_eval(dense.model), dense.compute_in(dtype), side.runner.compute_in(dtype):
             chunks, judging, held_back = _chunks(
                 dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
             )

@@ -17,7 +17,7 @@ from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
-from pyprune.probe.streams import listening, replaced_forwards
+from pyprune.probe.streams import record_calls, replaced_forwards
 
 SMALLEST = 1e-12
 _ADDITION_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -75,7 +75,7 @@ class Writers:
         stream = cast(Tensor, chunk.cut)
         idle: Sequence[Projection] = () if check else self.projections
         forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_zeros, p) for p in idle}
-        with listening({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
+        with record_calls({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
             out = self.cut.run(self.layer, self.step.part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
             if check:

@@ -19,7 +19,7 @@ from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.cut.systems import SMALLEST, Readers, Writers
 from pyprune.families.base import Block
-from pyprune.probe.streams import LayerRunner, Part, listening
+from pyprune.probe.streams import LayerRunner, Part, record_calls
 
 USED = "used"
 """The kind under which the errors of the sequences that are solved on are summed."""
@@ -107,7 +107,7 @@ class Walk:
         names = [p.name for system in systems for p in system.projections] + ([writer] if writer else [])
         with self.dense.layer(step.part.layer) as layer:
             for chunk in self.chunks:
-                with listening({name: layer.get_submodule(name) for name in names}) as seen:
+                with record_calls({name: layer.get_submodule(name) for name in names}) as seen:
                     chunk.dense = self.dense.run(layer, step.part, chunk.dense)
                     outputs = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
                 for system in systems:

@@ -47,7 +47,7 @@ from pyprune.methods.score._structures import StructureScores
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner, Part, parts_of, replaced_forwards
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
@@ -279,7 +279,7 @@ class _Trials:
         self.solved_kinds = [kind for ids, kind in rows for _ in ids]
         self.fit: list[Chunk] = []
         self.targets: dict[tuple[Part, ...], list[tuple[Tensor, Tensor | None]]] = {}
-        with still(model), self.runner.computing(options.dtype):
+        with frozen_eval(model), self.runner.compute_in(options.dtype):
             self.judges = [self._judge(ids.to(model.device)) for ids in judged]
         self.positions = sum(judge.losses.numel() for judge in self.judges)
         self.cross_entropy = float(torch.cat([judge.losses.flatten() for judge in self.judges]).mean())
@@ -294,7 +294,7 @@ class _Trials:
             return
         parts = [part for i in range(len(self.runner.layers)) for part in parts_of(self.family, i)]
         last = max(parts.index(part) for part in by_start)
-        with still(self.model), self.runner.computing(self.options.dtype):
+        with frozen_eval(self.model), self.runner.compute_in(self.options.dtype):
             self._begin()
             for part in track(parts[: last + 1], "measuring losses of blocks"):
                 for index, widths, plan in by_start.get(part, ()):
@@ -310,7 +310,7 @@ class _Trials:
             if self.options.reconstruct:
                 reconstruct_(self.model, plan, self.solved_on, kinds=self.solved_kinds, options=options)
             mask_(self.model, plan)
-            with still(self.model), self.runner.computing(self.options.dtype):
+            with frozen_eval(self.model), self.runner.compute_in(self.options.dtype):
                 behind = [self._behind(self.runner.embed(judge.ids)) for judge in self.judges]
                 kl, cross_entropy = self._loss(behind)
         return BlockLoss(None, self.space.dense_widths, size, kl, cross_entropy)

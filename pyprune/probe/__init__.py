@@ -1,1 +1,1 @@
-"""What a forward pass shows."""
+"""Measurements of forward passes: streams between layers, activations, moments and the effects of training."""

@@ -1,14 +1,14 @@
-"""What the modules of a model read and write on calibration text, one number a channel.
+"""Statistics of the inputs and outputs of a model's modules on calibration text, one number a channel.
 
-Forward hooks reduce every activation as soon as it exists and drop it: in addition to the model, what is held is the
+Forward hooks reduce every activation as soon as it exists and drop it. In addition to the model, memory holds the
 statistics (three numbers a channel) and, of a micro batch, the activations of the layer that is running. No graph is
-recorded, and the logits are not made unless the head itself is listened to.
+recorded, and no logits are computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,17 +53,17 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Sample variance over the tokens, float64 [channels]."""
+        """Return the sample variance over the tokens, float64 [channels]."""
         return self.squares / max(1, self.count - 1)
 
     def norm(self, origin: Tensor | None = None) -> Tensor:
-        """The l2 norm over the tokens of x - origin, float64 [channels]; an origin of None is 0."""
+        """Return the l2 norm over the tokens of x - origin, float64 [channels]; an origin of None is 0."""
         mean = self.mean if origin is None else self.mean - origin.detach().double()
         return (self.squares + self.count * mean.square()).sqrt()
 
     @property
     def bytes(self) -> int:
-        """Memory of the statistics."""
+        """Return the memory of the statistics."""
         return 8 * (self.mean.numel() + self.squares.numel())
 
 
@@ -76,13 +76,13 @@ def gather_moments(
     outputs: Iterable[str] = (),
     batch_size: int | None = None,
 ) -> dict[str, Moments]:
-    """Run the model on the samples and return the moments of what the named modules read or write.
+    """Run the model on the samples and return the moments of the inputs or outputs of named modules.
 
     Args:
-        model: a causal LM, which comes back as it was; or its layers as something else holds them.
+        model: a causal LM of a known family, which comes back unchanged; or a runner of its layers.
         samples: token ids, int64 [N, T].
-        inputs: modules whose first argument [B, T, channels] is listened to.
-        outputs: modules whose result [B, T, channels] is listened to.
+        inputs: modules whose first argument [B, T, channels] is measured.
+        outputs: modules whose result [B, T, channels] is measured; not the head, which computes nothing here.
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
     Raises:
@@ -90,80 +90,54 @@ def gather_moments(
     """
     if not samples.numel():
         raise DataError("Statistics of activations are gathered on calibration text; give samples.")
-    ears = dict.fromkeys(inputs, "register_forward_pre_hook") | dict.fromkeys(outputs, "register_forward_hook")
-    found = {name: Moments() for name in ears}
-    size = batch_size or micro_batch_for(len(samples), samples.shape[1])
-    whole = model.model if isinstance(model, LayerRunner) else model
-    batches = samples.to(whole.device).split(size)
+    hooks = dict.fromkeys(inputs, "register_forward_pre_hook") | dict.fromkeys(outputs, "register_forward_hook")
+    moments = {name: Moments() for name in hooks}
+    runner = LayerRunner.of(model)
+    places: dict[str, list[str]] = {"front": [], "layers": [], "end": []}
+    for name in hooks:
+        places[_place(runner, name)].append(name)
 
     @contextmanager
-    def listening(names: Iterable[str]) -> Iterator[None]:
+    def hook_modules(place: str) -> Iterator[None]:
         with ExitStack() as stack:
-            for name in names:
-                stack.enter_context(_listening(whole, name, found, ears[name]))
+            for name in places[place]:
+                register = getattr(runner.model.get_submodule(name), hooks[name])
+                stack.callback(register(_moments_hook(moments[name])).remove)
             yield
 
-    with still(whole):
-        if isinstance(model, LayerRunner):
-            _run_layers(model, batches, found, listening)
-        else:
-            with listening(found):
-                _run_whole(model, batches, found)
-    return found
-
-
-def _run_whole(model: PreTrainedModel, batches: Iterable[Tensor], names: Iterable[str]) -> None:
-    """Run a model that is in memory, up to the head if that is listened to."""
-    head = model.get_output_embeddings()
-    listened = {id(model.get_submodule(name)) for name in names}
-    runner: Callable[..., Any] = model if id(head) in listened else model.base_model
-    for batch in track(batches, "activations"):
-        runner(input_ids=batch, use_cache=False)
-
-
-def _run_layers(
-    runner: LayerRunner,
-    batches: Sequence[Tensor],
-    names: Iterable[str],
-    listening: Callable[[Iterable[str]], AbstractContextManager[None]],
-) -> None:
-    """Run layers by themselves; what is outside runs before and behind them, and is listened to where it is meant."""
-    places: dict[str, list[str]] = {"front": [], "layers": [], "behind": []}
-    for name in names:
-        places[_place(runner, name)].append(name)
-    for group in runner.walking_together(batches):
-        with listening(places["front"]):
+    def walk(group: Sequence[Tensor]) -> Iterator[int]:
+        with hook_modules("front"):
             streams = [runner.embed(batch) for batch in group]
-        with listening(places["layers"]):
-            runner.through_(streams)
-        with listening(places["behind"]):
+        with hook_modules("layers"):
+            yield from runner.points_(streams)
+        with hook_modules("end"):
             for batch, stream in zip(group, streams, strict=True):
-                runner.leave(batch, stream)
+                runner.run_end(batch, stream)
+
+    groups = runner.batch_groups(samples.split(batch_size or micro_batch_for(len(samples), samples.shape[1])))
+    steps = (index for group in groups for index in walk(group))
+    with frozen_eval(runner.model):
+        for _ in track(steps, "activations", total=len(groups) * len(runner.layers)):
+            pass
+    return moments
 
 
 def _place(runner: LayerRunner, name: str) -> str:
-    """Where a module stands: front (embeddings), layers, or behind (the final norm and the head)."""
+    """Return the place of a module: front (embeddings), layers, or end (the final norm and the head)."""
     if name.startswith(f"{runner.family.layers_path}."):
         return "layers"
-    return "front" if runner.family.match(f"{name}.weight")[0].role == "embedding" else "behind"
+    return "front" if runner.family.match(f"{name}.weight")[0].role == "embedding" else "end"
 
 
-@contextmanager
-def _listening(model: nn.Module, name: str, into: dict[str, Moments], register: str) -> Iterator[None]:
-    moments = into[name]
-
+def _moments_hook(moments: Moments) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], *result: Any) -> None:
         moments.add(result[0] if result else args[0])
 
-    handle = getattr(model.get_submodule(name), register)(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return hook
 
 
 @contextmanager
-def still(model: PreTrainedModel) -> Iterator[None]:
-    """No dropout and no graph for the model's own parameters meanwhile."""
+def frozen_eval(model: PreTrainedModel) -> Iterator[None]:
+    """Switch dropout and the graph of the model's own parameters off meanwhile."""
     with frozen(model), evaluating(model):
         yield

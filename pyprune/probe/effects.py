@@ -1,8 +1,8 @@
-"""What regularisation did: weights, activations and layers before against after, and a warning when it did nothing.
+"""The effect of regularisation on weights, activations and layers, and a warning when it did nothing.
 
-DReSS figures 5 and 6 are the ratios of sums of absolute values after to before, over the removed channels (R)
-and over those that stay, per matrix and for the activations. ELDeR figures 7 and 8 are the cosine between a
-layer's input and output, for the removed layers and the others. Snapshots hold sums, never copies of weights.
+DReSS figures 5 and 6 are ratios of sums of absolute values, after to before, per matrix and for the activations. They
+are taken over the removed channels (R) and over the kept ones. ELDeR figures 7 and 8 are the cosine between a layer's
+input and output, for the removed layers and the others. Snapshots hold sums, never copies of weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNCHANGED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of absolute values (float64) over the part that is removed and the part that stays."""
+    """Sums of absolute values (float64) over the removed and over the kept part."""
 
     removed: float
     kept: float
@@ -42,7 +42,7 @@ class EffectSnapshot:
         removed_hidden: number of hidden channels that are removed.
         removed_layers: dense indices of the layers that are removed.
         weights: parameter name -> sums over its hidden axis (1 + w for unit-offset norms); empty when no channel
-            goes.
+            is removed.
         activations: per layer, sums over the layer's output on the probe.
         cosines: per layer, mean over tokens of the cosine between the layer's input and output.
     """
@@ -56,18 +56,18 @@ class EffectSnapshot:
 
 @dataclass
 class EffectReport:
-    """Before against after. JSON-able through :meth:`to_dict`.
+    """The state before and after. JSON-able through :meth:`to_dict`.
 
     Attributes:
         preserved_ratio: sum |W after| / sum |W before| over R, all tensors together; None when no channel is removed.
-        kept_ratio: the same over the channels that stay.
+        kept_ratio: sum |W after| / sum |W before| over the kept channels.
         weight_ratios: parameter name -> (ratio over R, ratio over the kept part); DReSS figures 5 and 6.
-        matrix_ratios: the same, summed over the layers: "self_attn.q_proj.weight" and so on.
+        matrix_ratios: such ratios summed over the layers: "self_attn.q_proj.weight" and so on.
         activation_ratios: per layer (ratio over R, ratio over the kept part).
         cosines_before: per layer; ELDeR figures 7 and 8.
         cosines_after: per layer.
         removed_layers: the layers to remove; the others are figure 8's.
-        warnings: what did not work.
+        warnings: effects that are missing.
     """
 
     preserved_ratio: float | None
@@ -81,14 +81,14 @@ class EffectReport:
     warnings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data (ratios of an empty sum are null)."""
+        """Return plain JSON data (ratios of an empty sum are null)."""
         plain: dict[str, Any] = _no_nan(asdict(self))
         return plain
 
 
 @torch.no_grad()
 def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
-    """Parameter name -> sums of |W| over the hidden channels that the plan removes and keeps.
+    """Return parameter name -> sums of |W| over the hidden channels that the plan removes and keeps.
 
     Tied parameters appear once; unit-offset norms (Gemma) count |1 + w|. Empty when no channel is removed.
     """
@@ -111,11 +111,11 @@ def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
 
 @torch.no_grad()
 def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSnapshot:
-    """Measure a dense model against the plan that it will be cut to.
+    """Measure the parts of a dense model that a plan will remove and keep.
 
     Args:
-        model: a dense model; runs in evaluation mode, which is put back.
-        plan: what will stay.
+        model: a dense model; runs in evaluation mode, and its own mode is restored.
+        plan: plan of the cut.
         probe: token ids, int64 [B, T]; the same for every snapshot that is compared.
     """
     layers = family_for(model).layers(model)
@@ -148,14 +148,14 @@ def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSn
 def compare(
     before: EffectSnapshot, after: EffectSnapshot, *, target_preserved_ratio: float | None = None
 ) -> EffectReport:
-    """Put two snapshots of one model and plan side by side.
+    """Compare two snapshots of one model and plan.
 
     Args:
-        before: of the model before regularisation.
-        after: of the model after it, before the cut.
-        target_preserved_ratio: the preserved ratio that DReSS should reach; None = only warn when nothing moved.
+        before: snapshot before regularisation.
+        after: snapshot after it, before the cut.
+        target_preserved_ratio: the preserved ratio that DReSS should reach; None = only warn when nothing changed.
     """
-    matrices = _ratios(_by_matrix(before.weights), _by_matrix(after.weights))
+    matrices = _ratios(_sum_layers(before.weights), _sum_layers(after.weights))
     report = EffectReport(
         preserved_ratio=preserved_ratio(before.weights, after.weights),
         kept_ratio=_ratio(_total(before.weights).kept, _total(after.weights).kept) if before.weights else None,
@@ -177,12 +177,12 @@ def compare(
 
 
 def preserved_ratio(before: Mapping[str, Sums], after: Mapping[str, Sums]) -> float | None:
-    """Sum |W after| / sum |W before| over the removed channels, all tensors together; None when there are none."""
+    """Return sum |W after| / sum |W before| over the removed channels, all tensors together; None if there are none."""
     return _ratio(_total(before).removed, _total(after).removed) if before else None
 
 
 def preserved_warnings(ratio: float, target: float | None) -> list[str]:
-    """What to say about a preserved ratio (empty when the target is reached)."""
+    """Return the warnings about a preserved ratio (none when the target is reached)."""
     if ratio > 1 - UNCHANGED_SHARE:
         return [
             f"The regulariser had no effect: {ratio:.1%} of |W| in the channels to remove is still there. An Adam step "
@@ -210,7 +210,7 @@ def _cosine_warnings(before: EffectSnapshot, after: EffectSnapshot) -> list[str]
     ]
 
 
-def _by_matrix(sums: Mapping[str, Sums]) -> dict[str, Sums]:
+def _sum_layers(sums: Mapping[str, Sums]) -> dict[str, Sums]:
     """Sum the layers: "model.layers.3.mlp.up_proj.weight" counts under "mlp.up_proj.weight"."""
     result: dict[str, Sums] = {}
     for name, value in sums.items():

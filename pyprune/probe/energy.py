@@ -8,23 +8,23 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner
 
 
 @torch.no_grad()
 def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor) -> Tensor:
-    """The share of the stream's energy that every hidden channel has, summed over all points between layers:
+    """Return the share of the stream's energy of every hidden channel, summed over all points between layers:
 
-        E_j = sum over layers l of  sum_n x_l[n, j]^2 / sum_n |x_l[n]|^2
+        E_j = sum over layers l of  sum_n x_l[n, j]^2 / sum_n |x_l[n]|^2.
 
-    x_l is the stream [T, H] that enters layer l, and n runs over all tokens of the samples. The stream behind the last
-    layer, which only the final norm reads, does not count. Sums are float64; in addition to the model one number for
-    each layer and channel is held, and what one batch needs (of layers that are read one at a time, the stream of all
-    samples).
+    x_l is the stream [T, H] that enters layer l, and n runs over all tokens of the samples. The stream after the last
+    layer, which only the final norm reads, does not count. Sums are float64. In addition to the model, memory holds one
+    number for each layer and channel, and the activations of one batch (or the stream of all samples, if layers are
+    read one at a time).
 
     Args:
-        model: a dense model of a known family, which comes back as it was; or its layers as something else holds them.
+        model: a dense model of a known family, which comes back unchanged; or a runner of its layers.
         samples: token ids, int64 [N, T].
 
     Returns:
@@ -39,8 +39,8 @@ def stream_energy(model: PreTrainedModel | LayerRunner, samples: Tensor) -> Tens
     runner = LayerRunner.of(model)
     energy = torch.zeros(len(runner.layers), int(runner.model.config.hidden_size), dtype=torch.float64)
     batches = samples.split(micro_batch_for(len(samples), samples.shape[1]))
-    with still(runner.model):
-        for group in runner.walking_together(batches):
+    with frozen_eval(runner.model):
+        for group in runner.batch_groups(batches):
             streams = [runner.embed(batch) for batch in group]
             for index in runner.points_(streams):
                 for stream in streams:

@@ -15,7 +15,7 @@ OutputHook = Callable[[int, Tensor, Tensor], Tensor | None]
 
 
 class LayerHooks:
-    """Forward hooks on decoder layers; :meth:`remove` leaves the model as it was.
+    """Forward hooks on decoder layers; :meth:`remove` restores the model.
 
     Args:
         layers: the decoder layers; each maps ``hidden_states`` [B, T, H] to a tensor of that shape.

@@ -1,4 +1,4 @@
-"""Second moments of what a forward pass shows: sums of x x^T over tokens."""
+"""Second moments of activations: sums of x x^T over tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NARROWEST = 128
 def add_moments_(total: Tensor, x: Tensor) -> Tensor:
     """Add x^T x to ``total`` in place; return it.
 
-    A matrix product would compute every pair of columns twice. Here each panel of columns meets itself and those behind
-    it alone, and what lies below the diagonal is copied: 9/16 of the products with eight panels.
+    A matrix product would compute every pair of columns twice. Here each panel of columns is multiplied with itself and
+    the panels after it, and the part below the diagonal is copied: 9/16 of the products with eight panels.
 
     Args:
-        total: [n, n]; symmetric but for rounding, before and after.
+        total: [n, n]; symmetric except for rounding, before and after.
         x: [tokens, n], of the same dtype and device.
     """
     size = x.shape[1]

@@ -1,8 +1,8 @@
-"""Residual streams that walk through a model one part of a layer at a time.
+"""Residual streams that go through a model one part of a layer at a time.
 
-A part is what writes to the stream at one point: the attention of a layer, its MLP, or both where they stand side by
-side (Phi). Running parts by themselves means that two models can be compared point by point while only their streams
-and one layer are at work, whatever the rest of the model lies on.
+A part writes to the stream at one point: the attention of a layer, its MLP, or both if they are parallel (Phi). Parts
+that run alone let two models be compared point by point. Only their streams and one layer are then on the device,
+wherever the rest of the model is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pyprune.runtime.progress import track
 
 @dataclass(frozen=True)
 class Part:
-    """What writes to the stream at one point.
+    """The blocks that write to the stream at one point.
 
     Attributes:
         layer: index of the decoder layer.
-        blocks: its blocks that write there, one or (side by side) both.
+        blocks: its blocks that write there, one or (parallel) both.
     """
 
     layer: int
@@ -42,7 +42,7 @@ class Part:
 
 
 def parts_of(family: Family, layer: int) -> tuple[Part, ...]:
-    """The parts of a layer in the order in which they write; one part where the blocks stand side by side."""
+    """Return the parts of a layer in the order in which they write; one part if the blocks are parallel."""
     side_by_side = any(row.role == "pre_norm" and row.block is None for row in family.rows)
     return (Part(layer, BLOCKS),) if side_by_side else tuple(Part(layer, (block,)) for block in BLOCKS)
 
@@ -52,10 +52,10 @@ class LayerRunner:
 
     Args:
         model: a causal LM of a known family, dense or cut.
-        family: of the model.
+        family: family of the model.
 
     Attributes:
-        device: where its streams are.
+        device: device of its streams.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family) -> None:
@@ -68,7 +68,7 @@ class LayerRunner:
 
     @staticmethod
     def of(model: PreTrainedModel | LayerRunner) -> LayerRunner:
-        """The layers of a dense model in memory; what holds and keeps layers already is given back.
+        """Return a runner of the layers of a dense model in memory; a runner is returned unchanged.
 
         Raises:
             UnsupportedModelError: unknown model type or variant.
@@ -76,7 +76,7 @@ class LayerRunner:
         return model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""
+        """Return the stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""
         calls: list[dict[str, Any]] = []
         streams: list[Tensor] = []
 
@@ -87,14 +87,14 @@ class LayerRunner:
 
         with replaced_forwards(dict.fromkeys(self.layers, record)):
             self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
-        self._calls[ids.shape[0], ids.shape[1]] = self._without_plain_masks(calls)
+        self._calls[ids.shape[0], ids.shape[1]] = self._drop_causal_masks(calls)
         return streams[0]
 
-    def _without_plain_masks(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The calls of the layers without masks that hide what lies ahead and nothing else.
+    def _drop_causal_masks(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Drop masks from the calls of the layers that only hide later positions.
 
-        Transformers makes such a mask where a sequence is as long as the window. Without one, torch's attention is
-        causal by itself and takes half the time.
+        Transformers makes such a mask if a sequence is as long as the window. Without a mask torch's attention is
+        causal too, and takes half the time.
         """
         if self.model.config._attn_implementation != "sdpa":
             return calls
@@ -103,11 +103,11 @@ class LayerRunner:
         return [c | {"attention_mask": None} if id(c.get("attention_mask")) in plain else c for c in calls]
 
     @contextmanager
-    def computing(self, dtype: str) -> Iterator[None]:
-        """Let layers compute in bfloat16 (autocast) meanwhile, or as their weights are; streams keep their dtype.
+    def compute_in(self, dtype: str) -> Iterator[None]:
+        """Let layers compute in bfloat16 (autocast) meanwhile, or in their weights' dtype; streams keep their dtype.
 
         Args:
-            dtype: bfloat16, which is obeyed also where it is slow, or float32.
+            dtype: bfloat16 (also used if it is slow), or float32.
         """
         self._bfloat16 = dtype == "bfloat16"
         try:
@@ -116,19 +116,19 @@ class LayerRunner:
         finally:
             self._bfloat16 = False
 
-    def walking_together(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """Batches in the groups whose streams are best taken through a layer before the next one: each by itself."""
+    def batch_groups(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Group the batches whose streams go through a layer before the next one: each is alone here."""
         return [[batch] for batch in batches]
 
-    def branching_together(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
-        """How many batches, and how many branches of each, are best taken through a layer before the next one.
+    def branch_group_sizes(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
+        """Return how many batches, and how many branches of each, go through a layer before the next one.
 
         Args:
             batches: token ids, int64 [B, T] each.
             starts: the layers at which every one of their streams branches, ascending.
 
         Returns:
-            One and one, which hold least: layers in memory can be come back to at no cost.
+            One and one, which hold least: to run a layer in memory again costs no reading.
         """
         return 1, 1
 
@@ -138,50 +138,47 @@ class LayerRunner:
             pass
 
     def points_(self, streams: list[Tensor]) -> Iterator[int]:
-        """As :meth:`through_`, but stop in front of every layer, and give its index."""
+        """Take the streams through all layers, like :meth:`through_`, and yield the index in front of each layer."""
         for index in range(len(self.layers)):
             yield index
             with self.layer(index) as layer:
                 self.run_(layer, Part(index, BLOCKS), streams)
 
-    def leave(self, ids: Tensor, stream: Tensor) -> None:
-        """Give a stream [B, T, H] to what lies behind the layers, for those who listen; the head computes nothing.
+    def run_end(self, ids: Tensor, stream: Tensor) -> None:
+        """Run the final norm and the head on a stream [B, T, H], for hooks on them; the head computes nothing.
 
         Args:
             ids: token ids, int64 [B, T], of the stream.
-            stream: behind the last layer.
+            stream: the stream that leaves the last layer.
         """
-        with self.ending(stream) as model, replaced_forwards({model.get_output_embeddings(): _same}):
+        with self.continue_from(stream) as model, replaced_forwards({model.get_output_embeddings(): _same}):
             model(input_ids=ids.to(model.device), use_cache=False)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Give one decoder layer with its weights, for the time of the block."""
+        """Yield one decoder layer with its weights."""
         yield self.layers[index]
 
     @contextmanager
     def head(self) -> Iterator[None]:
-        """Let the model's head have its weights, for the time of the block."""
+        """Load the weights of the model's head meanwhile."""
         yield
 
     def keep(self, index: int, names: Iterable[str]) -> None:
-        """Keep what parameters of a layer were changed to, in the block of :meth:`layer`; a model in memory does."""
+        """Keep changes of a layer's parameters, in the block of :meth:`layer`; a model in memory keeps them anyway."""
 
     def keep_outside(self, names: Iterable[str]) -> None:
-        """Keep what parameters outside of the layers were changed to, by their whole names; a model in memory does.
-
-        Those of a head are changed and kept in the block of :meth:`head`.
-        """
+        """Keep changes of parameters outside of the layers, by whole names; those of a head inside :meth:`head`."""
 
     def keep_zeros(self, name: str, count: int) -> None:
-        """Keep a vector of zeros as a parameter that the model lacked and was given; a model in memory does."""
+        """Keep a vector of zeros as a parameter that was added to the model."""
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """The stream [B, T, H] behind a part.
+        """Return the stream [B, T, H] after a part.
 
         Args:
             module: the layer, or a copy of it.
-            part: which blocks of it write; the others add zero.
+            part: the blocks of it that write; the others add zero.
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
         """
         call = self.keywords(part.layer, stream)
@@ -189,26 +186,26 @@ class LayerRunner:
             return module(stream, **call)  # type: ignore[no-any-return]
 
     def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
-        """Take the streams [B, T, H] of batches through a part, in their list: one is held twice at a time."""
+        """Take the streams [B, T, H] of batches through a part, in their list; one at a time is held twice."""
         for number, stream in enumerate(streams):
             streams[number] = self.run(module, part, stream)
 
     def keywords(self, index: int, stream: Tensor) -> dict[str, Any]:
-        """What the model gives a layer beside a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen."""
+        """Return a layer's other arguments for a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen."""
         return self._calls[stream.shape[0], stream.shape[1]][index]
 
     @contextmanager
-    def ending(self, stream: Tensor) -> Iterator[PreTrainedModel]:
-        """Give the model as it goes on from a stream [B, T, H] behind its last layer; its layers are not run."""
+    def continue_from(self, stream: Tensor) -> Iterator[PreTrainedModel]:
+        """Yield the model such that it continues from a stream [B, T, H] after its last layer, without its layers."""
 
-        def passed_over(*_: Any, **__: Any) -> Tensor:
+        def skip(*_: Any, **__: Any) -> Tensor:
             return stream
 
-        with replaced_forwards(dict.fromkeys(self.layers, passed_over)):
+        with replaced_forwards(dict.fromkeys(self.layers, skip)):
             yield self.model
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What a module inside a layer makes of x [..., in], in the dtype that :meth:`run` computes in."""
+        """Apply a module inside a layer to x [..., in], in the dtype that :meth:`run` computes in."""
         with self._autocast(x):
             return module(x)  # type: ignore[no-any-return]
 
@@ -217,15 +214,15 @@ class LayerRunner:
 
 
 class HostLayers(LayerRunner):
-    """The decoder layers of a model on the host, each of which is on a device for as long as it is at work.
+    """The decoder layers of a model on the host; each is copied to a device while it runs.
 
     Of several processes those that do not get the result (:func:`pyprune.runtime.processes.gets_result`) keep no
-    change, so that models that are mapped from the same files go on sharing them.
+    change, so that models that are mapped from the same files continue to share them.
 
     Args:
-        model: on the host.
-        family: of the model.
-        device: for streams and the layer at work.
+        model: a model on the host.
+        family: family of the model.
+        device: device of streams and of the layer that runs.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family, device: torch.device) -> None:
@@ -235,32 +232,32 @@ class HostLayers(LayerRunner):
 
     @override
     def embed(self, ids: Tensor) -> Tensor:
-        """The stream [B, T, H] that enters the first layer, on the device."""
+        """Return the stream [B, T, H] that enters the first layer, on the device."""
         stream = super().embed(ids)
-        there: dict[int, Tensor] = {}  # what layers share stays one tensor
+        copies: dict[int, Tensor] = {}  # tensors that layers share are copied once
 
-        def moved(value: Any) -> Any:
-            return there.setdefault(id(value), value.to(self.device)) if isinstance(value, Tensor) else value
+        def move(value: Any) -> Any:
+            return copies.setdefault(id(value), value.to(self.device)) if isinstance(value, Tensor) else value
 
         shape = ids.shape[0], ids.shape[1]
-        self._calls[shape] = [tree_map(moved, call) for call in self._calls[shape]]
+        self._calls[shape] = [tree_map(move, call) for call in self._calls[shape]]
         return stream.to(self.device)
 
     @contextmanager
     @override
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Give a copy of one decoder layer's weights on the device; :meth:`keep` says what stays of changes to them."""
+        """Yield one decoder layer with a copy of its weights on the device; only :meth:`keep` keeps changes to them."""
         layer = self.layers[index]
         modules = layer.modules()
         stores: list[dict[str, Any]] = [store for module in modules for store in (module._parameters, module._buffers)]
-        here = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
-        for store, name, tensor in here:
-            there = tensor.detach().to(self.device, copy=True)
-            store[name] = nn.Parameter(there, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else there
+        tensors = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
+        for store, name, tensor in tensors:
+            copy = tensor.detach().to(self.device, copy=True)
+            store[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
         try:
             yield layer
         finally:
-            for store, name, tensor in here:
+            for store, name, tensor in tensors:
                 store[name] = tensor
             for name, values in self._changed.items():
                 layer.get_parameter(name).data = values
@@ -268,14 +265,14 @@ class HostLayers(LayerRunner):
 
     @contextmanager
     @override
-    def ending(self, stream: Tensor) -> Iterator[PreTrainedModel]:
-        """Give the model as it goes on, on the host, from a stream [B, T, H] behind its last layer."""
-        with super().ending(stream.to(self.model.device)) as model:
+    def continue_from(self, stream: Tensor) -> Iterator[PreTrainedModel]:
+        """Yield the model such that it continues, on the host, from a stream [B, T, H] after its last layer."""
+        with super().continue_from(stream.to(self.model.device)) as model:
             yield model
 
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
-        """Keep what parameters of the layer at work were changed to, on the host."""
+        """Keep changes of the running layer's parameters, on the host."""
         if processes.gets_result():
             changed = {name: self.layers[index].get_parameter(name).data for name in names}
             self._changed |= {name: values.to(self.model.device) for name, values in changed.items()}
@@ -283,7 +280,7 @@ class HostLayers(LayerRunner):
 
 @contextmanager
 def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Iterator[None]:
-    """Let blocks of a layer add zero to the stream, without computing them."""
+    """Let blocks of a layer add zero to the stream meanwhile, without computing them."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if "attention" in blocks:
         forwards[getattr(layer, family.attention_module)] = _no_attention
@@ -296,21 +293,21 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
 
 @contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let modules compute something else meanwhile; their own ``forward`` comes back as it was."""
+    """Let modules compute something else meanwhile; their own ``forward`` is restored."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
     try:
         yield
     finally:
-        for module, own in before.items():
+        for module, original in before.items():
             del module.forward
-            if own is not None:
-                module.forward = own
+            if original is not None:
+                module.forward = original
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether a boolean mask [..., T, T] lets each position see itself and all before it, and nothing else."""
+    """Check whether a boolean mask [..., T, T] lets each position see itself and all before it, and nothing else."""
     return mask.dtype == torch.bool and bool((mask == torch.ones_like(mask).tril()).all())
 
 
@@ -323,8 +320,8 @@ def _same(hidden_states: Tensor) -> Tensor:
 
 
 @contextmanager
-def listening(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Keep what named modules read and wrote at their latest call: name -> (input, output)."""
+def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Record the latest call of named modules: name -> (input, output)."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(name: str) -> Callable[..., None]:

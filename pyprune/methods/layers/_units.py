@@ -23,7 +23,7 @@ from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, drop_units, share_of_parameters
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.progress import track
 from pyprune.train.loss import causal_loss
@@ -148,7 +148,7 @@ def losses_without(
 
     Args:
         runner: the layers of a dense model, which comes back unchanged. Each layer of a checkpoint on disk is read once
-            for as many batches and candidates as :meth:`LayerRunner.branching_together` allows.
+            for as many batches and candidates as :meth:`LayerRunner.branch_group_sizes` allows.
         batches: token ids, int64 [B, T] each, of one T.
         unit: the unit that is removed.
         gone: layers whose unit is removed in every case.
@@ -160,9 +160,9 @@ def losses_without(
     """
     starts = sorted(candidates)
     totals = dict.fromkeys(starts, 0.0)
-    many, together = runner.branching_together(batches, starts)
+    many, together = runner.branch_group_sizes(batches, starts)
     groups, pieces = _chunks(batches, many), _chunks(starts, together)
-    with still(runner.model):
+    with frozen_eval(runner.model):
         walks = (losses for group in groups for losses in _walks(runner, group, unit, gone, pieces))
         for losses in track(walks, description, total=len(groups) * len(pieces)):
             for index, batch_losses in losses.items():
@@ -246,5 +246,5 @@ class _CommonStreams:
 
 def _head_loss(runner: LayerRunner, stream: Tensor, batch: Tensor) -> float:
     """Return the loss of the head on the stream [B, T, H] that leaves the last layer."""
-    with runner.ending(stream) as model:
+    with runner.continue_from(stream) as model:
         return float(causal_loss(model, batch))

@@ -19,7 +19,7 @@ from pyprune.families import NamedParam
 from pyprune.methods.score._layer_passes import LayerPasses
 from pyprune.methods.score._passes import Consume, NotLayerwiseError, Pass, Weights
 from pyprune.methods.score.base import Scoring
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.progress import track
 
@@ -125,7 +125,7 @@ def _draw_weights(weights: Weights, draw: int, param: NamedParam) -> Tensor:
 def _take_in_memory(run: Scoring, passes: Sequence[Pass]) -> tuple[float, bool]:
     """Return the mean loss, and whether one layer was held at a time in all passes."""
     loss, layerwise, runner = 0.0, run.score.layerwise, LayerRunner.of(run.model)
-    with still(run.model):
+    with frozen_eval(run.model):
         for one in track(passes, "gradients"):
             try:
                 loss += LayerPasses(runner, [one], on_disk=False).take() if layerwise else one.differentiate_whole()

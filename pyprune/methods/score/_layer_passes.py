@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pyprune.data.tokens import Batch
 from pyprune.families import NamedParam
 from pyprune.methods.score._passes import Pass, Segment, call_with_weights
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.progress import track
 
@@ -64,7 +64,7 @@ class LayerPasses:
         Raises:
             NotLayerwiseError: a layer does not return hidden states alone.
         """
-        with still(self.source.model):
+        with frozen_eval(self.source.model):
             first, end, outer = self.passes[0].first, len(self.source.layers), bool(self.passes[0].outer)
             embeddings = self._outer(front=True)
             streams = [self._rest(self._embed(one, one.leaves(embeddings, graph=False))) for one in self.passes]
@@ -125,7 +125,7 @@ class LayerPasses:
             params = [p for p in self._outer() if p.row.role != "embedding" or tied]
             for one, stream in zip(self.passes, streams, strict=True):
                 last = stream.to(self.source.model.device).detach().requires_grad_()
-                with torch.enable_grad(), self.source.ending(last) as model:
+                with torch.enable_grad(), self.source.continue_from(last) as model:
                     value = one.loss(model, one.leaves(params, graph=False))
                 gradients.append(self._rest(torch.autograd.grad(value, last)[0]))
                 loss += float(value.detach())
@@ -167,7 +167,7 @@ class LayerPasses:
     ) -> list[Tensor]:
         """Return the loss's gradients in these parameters: through the head, and through the first layer's input."""
         leaves, device = one.leaves(params), self.source.model.device
-        with self.source.ending(stream.to(device)) as model:
+        with self.source.continue_from(stream.to(device)) as model:
             one.loss(model, leaves).backward()
         self._embed(one, leaves).backward(gradient.to(device))
         return [cast(Tensor, leaf.grad) for leaf in leaves.values()]

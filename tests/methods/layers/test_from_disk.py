@@ -128,7 +128,7 @@ def test_less_memory_is_more_reads_of_what_lies_behind(
 
 def reads_of_one_way(stored: StoredLayers, many: int, branches: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     with monkeypatch.context() as patch:
-        patch.setattr(StoredLayers, "branching_together", lambda *_: (many, branches))
+        patch.setattr(StoredLayers, "branch_group_sizes", lambda *_: (many, branches))
         found = reads(patch)
         losses(stored)
     return found

@@ -31,7 +31,7 @@ from pyprune.methods.hidden.pca import PcaOptions
 from pyprune.methods.hidden.pca.rotation import check_rotatable, rotate_
 from pyprune.methods.ratio import decide_hidden_count
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.moments import add_moments_
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime import processes
@@ -125,7 +125,7 @@ def stream_moment(model: PreTrainedModel | LayerRunner, samples: Tensor, *, alik
     runner = LayerRunner.of(model)
     hidden = int(runner.model.config.hidden_size)
     total = torch.zeros(hidden, hidden, dtype=torch.float64)
-    with still(runner.model):
+    with frozen_eval(runner.model):
         size = micro_batch_for(len(samples), samples.shape[1])
         streams = [runner.embed(batch) for batch in samples.split(size)]
         for _ in track(runner.points_(streams), "directions of the stream", total=len(runner.layers)):
@@ -170,10 +170,10 @@ def principal_directions(moment: Tensor) -> Tensor:
 @torch.no_grad()
 def _logits(layers: LayerRunner, samples: Tensor) -> Tensor:
     """Return the logits of the first sample, float32 [1, T, V]."""
-    with still(layers.model):
+    with frozen_eval(layers.model):
         streams = [layers.embed(samples[:1])]
         layers.through_(streams)
-        with layers.head(), layers.ending(streams[0]) as model:
+        with layers.head(), layers.continue_from(streams[0]) as model:
             logits: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
     return logits.float()
 

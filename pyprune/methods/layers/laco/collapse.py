@@ -34,7 +34,7 @@ from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, 
 from pyprune.methods.layers._units import Removal, layer_runner, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner, Part
 
 Multiples = tuple[tuple[int, int], ...]
@@ -58,7 +58,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
         )
     removal = Removal.of(request, keep_first=options.lowest + 1)
     layers = layer_runner(model, run)
-    with still(layers.model):
+    with frozen_eval(layers.model):
         similarity = _Similarity(layers, micro_batches(layers.model, samples, request.method))
         collapsed, threshold = _search(request.identity.dense.num_layers, removal.count, options, similarity)
     kept = {index for index, _ in collapsed}
@@ -230,7 +230,7 @@ class _Similarity:
     @torch.no_grad()
     def _outputs(self, collapsed: Collapsed) -> Iterator[Tensor]:
         """Yield the last hidden states of each batch, [B, T * H]."""
-        groups = self.layers.walking_together(self.batches)
+        groups = self.layers.batch_groups(self.batches)
         # Several groups share one computation of the merges.
         merges = merges_of(collapsed) if len(groups) > 1 else {}
         made = {index: merged_projections(self.layers, terms) for index, terms in merges.items()}
@@ -240,7 +240,7 @@ class _Similarity:
                 with merged_layer(self.layers, index, terms, made.get(index)) as layer:
                     self.layers.run_(layer, Part(index, BLOCKS), streams)
             for batch, stream in zip(group, streams, strict=True):
-                with self.layers.ending(stream) as model:
+                with self.layers.continue_from(stream) as model:
                     output: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False)[0]
                 yield output.flatten(1)
 

@@ -20,7 +20,7 @@ from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, 
 from pyprune.methods.layers._units import Removal, json_scores, layer_runner, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
-from pyprune.probe.activations import still
+from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import LayerRunner, Part, parts_of
 from pyprune.runtime.progress import track
 
@@ -49,8 +49,8 @@ def block_influence(runner: LayerRunner, batches: Sequence[Tensor], unit: Unit =
         1 - cosine, in [0, 2], one number a layer.
     """
     cosines = [0.0] * len(runner.layers)
-    groups = runner.walking_together(batches)
-    with still(runner.model):
+    groups = runner.batch_groups(batches)
+    with frozen_eval(runner.model):
         streams: list[Tensor] = []
         for group, index in track([(g, i) for g in groups for i in range(len(cosines))], "Block influence"):
             streams = [runner.embed(batch) for batch in group] if index == 0 else streams
