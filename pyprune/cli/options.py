@@ -11,7 +11,7 @@ from pyprune.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from pyprune.config.base import Config
-    from pyprune.config.describe import Described
+    from pyprune.config.describe import OptionDescription
 
 OTHERS = ("recover", "reconstruct", "fit")
 """Commands with options behind --set, beside prune, whose options a preset has."""
@@ -56,16 +56,16 @@ def options(
     )
 
 
-def _described(config: Config) -> list[Described]:
+def _described(config: Config) -> list[OptionDescription]:
     """Every option; those of a text that is not named have the values that naming one gives them."""
-    from pyprune.config.describe import described
+    from pyprune.config.describe import describe_options
     from pyprune.config.run import PruneConfig
     from pyprune.run.recipe import with_texts_named
 
-    found = list(described(config))
+    found = list(describe_options(config))
     if not isinstance(config, PruneConfig):
         return found
-    named = {each.name: each for each in described(with_texts_named(config))}
+    named = {each.name: each for each in describe_options(with_texts_named(config))}
     unnamed = {"cut.data": config.cut.data, "recovery_data": config.recovery_data}
     inside = [f"{place}." for place, data in unnamed.items() if data is None]
     return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in found]

@@ -1,1 +1,1 @@
-"""The options of every stage: torch-free, each with its range beside it."""
+"""The options of every stage, each with its range. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What every set of options shares: ranges beside the fields, strict parsing, problems collected."""
+"""The base of all sets of options: ranges with the fields, strict parsing, collected problems."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from numbers import Real
 from pathlib import Path
@@ -17,15 +17,15 @@ from pyprune.errors import ConfigError, did_you_mean, shown
 CONFIG_VERSION = 1
 Norm = Literal["l1", "l2"]
 MOST_PROBLEMS = 10
-"""Sentences of one error; what is longer says how many more there are."""
+"""Sentences of one error; a longer list ends with the number of the others."""
 LONGEST_TEXT = 4096
 """Characters of a name or path."""
 LARGEST_SEED = 2**32 - 1
 """The seeds of steps and epochs are multiples of the option's, and have to stay below 2**64."""
 LARGEST_INDEX = 10_000_000
-"""Of a layer or channel, and the number of them; far beyond every model."""
+"""Largest index of a layer or channel, and number of them; far beyond every model."""
 LARGEST_WEIGHT = 1_000_000
-"""Of a rate or the weight of a penalty: float32 cannot overflow by it alone."""
+"""Largest rate or weight of a penalty: float32 cannot overflow by it alone."""
 T = TypeVar("T")
 
 
@@ -34,12 +34,12 @@ class Range:
     """The numbers that an option, or every entry of a list, may have; None = no limit on that side.
 
     Attributes:
-        at_least: the smallest.
-        at_most: the largest.
-        above: smaller than the smallest.
-        below: larger than the largest.
-        unit: plural, of the limits (tokens).
-        otherwise: what else is allowed, in words.
+        at_least: smallest number.
+        at_most: largest number.
+        above: bound that every number exceeds.
+        below: bound that no number reaches.
+        unit: unit of the limits, plural (tokens).
+        otherwise: other allowed values, as the end of a sentence.
     """
 
     at_least: float | None = None
@@ -50,14 +50,14 @@ class Range:
     otherwise: str = ""
 
     def problem(self, name: str, value: Any) -> str | None:
-        """One sentence if ``value`` is outside, else None."""
+        """Return one sentence if ``value`` is outside, else None."""
         if not isinstance(value, Real):
             return f"{name} is {shown(value)}; expected a number."
         broken = self._broken(_as_float(value))
         return f"{name} is {shown(value)}; it must be {broken}{self.otherwise}." if broken else None
 
     def _broken(self, value: float) -> str | None:
-        """The limit that the value breaks, in words."""
+        """Return the limit that the value breaks, in words."""
         if self.above is not None and self.below is not None:
             return None if self.above < value < self.below else f"strictly between {self.above:g} and {self.below:g}"
         if self.at_least is not None and value < self.at_least:
@@ -76,7 +76,7 @@ class Range:
 
 
 def _as_float(value: Any) -> float:
-    """The nearest float; infinite for a whole number of hundreds of digits."""
+    """Return the nearest float; infinite for a whole number of hundreds of digits."""
     try:
         return float(value)
     except OverflowError:
@@ -93,20 +93,13 @@ def option(
     unit: str = "",
     otherwise: str = "",
 ) -> T:
-    """A dataclass field with a default and the range of its numbers, which :class:`Config` checks.
+    """Return a dataclass field with a default and the range of its numbers, which :class:`Config` checks.
 
     Args:
-        default: also says what the option is: a number, None for an optional one, or a list of indices, which must be
-            distinct.
-        at_least: see :class:`Range`, as for the others.
-        at_most: the largest.
-        above: smaller than the smallest.
-        below: larger than the largest.
-        unit: plural.
-        otherwise: what else is allowed.
+        default: a number, None for an optional one, or a list of indices, which must be distinct.
+        at_least, at_most, above, below, unit, otherwise: see :class:`Range`.
     """
-    allowed = Range(at_least, at_most, above, below, unit, otherwise)
-    return field(default=default, metadata={"range": allowed})
+    return field(default=default, metadata={"range": Range(at_least, at_most, above, below, unit, otherwise)})
 
 
 class Config:
@@ -141,7 +134,7 @@ class Config:
                     problems.append(f"version is {shown(value)}; this pyprune reads version {CONFIG_VERSION}.")
                 continue
             if key not in names:
-                # Of thousands, none is read any more, and looking for a name like each of them takes a while.
+                # Nobody reads thousands of problems, and the search for similar names takes a while.
                 many = len(problems) >= MOST_PROBLEMS
                 problems.append("" if many else did_you_mean(_text(key), names, f"option in {path or cls.__name__}"))
                 continue
@@ -152,30 +145,30 @@ class Config:
         """Return plain JSON data that :meth:`from_dict` reads back to an equal object."""
         return {"version": CONFIG_VERSION, **_plain(asdict(self))}  # type: ignore[call-overload]
 
-    def problems(self) -> list[str]:
-        """Return one sentence for each invalid option (empty when all are valid)."""
-        return []
+    def problems(self) -> Iterable[str]:
+        """Yield one sentence for each invalid option (none when all are valid)."""
+        return ()
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every problem of this object and of the ones inside it."""
-        found = self._all_problems()
-        if found:
-            raise ConfigError(_first(found))
+        if problems := [*self.all_problems()]:
+            raise ConfigError(_first(problems))
 
-    def _all_problems(self) -> list[str]:
-        found = [*self._range_problems(), *self.problems()]
+    def all_problems(self) -> Iterator[str]:
+        """Yield every problem of this object and of the ones inside it."""
+        yield from self._range_problems()
+        yield from self.problems()
         for f in fields(self):  # type: ignore[arg-type]
             value = getattr(self, f.name)
             if isinstance(value, Config):
-                found += [f"{self._label(f.name)}: {p}" for p in value._all_problems()]
-        return found
+                yield from (f"{self._label(f.name)}: {problem}" for problem in value.all_problems())
 
     def _label(self, name: str) -> str:
-        """What a person calls the options in a field."""
+        """Return the name that users write for the options in a field."""
         return name
 
     def _range_problems(self) -> Iterator[str]:
-        """One sentence for each number outside its range or not finite, and for each text that can be no name."""
+        """Yield one sentence for each number outside its range or not finite, and for each text that can be no name."""
         for f in fields(self):  # type: ignore[arg-type]
             value, allowed = getattr(self, f.name), f.metadata.get("range")
             if allowed is None and isinstance(value, float):
@@ -191,7 +184,7 @@ class Config:
 
 
 def _first(problems: Sequence[str]) -> list[str]:
-    """As many sentences as a person reads, and how many there are more."""
+    """Return the first sentences, and the number of the others."""
     more = len(problems) - MOST_PROBLEMS
     return [*problems[:MOST_PROBLEMS], f"There are {more:,} problems more."] if more > 0 else list(problems)
 
@@ -262,14 +255,14 @@ def _coerce_word(value: Any, words: Sequence[Any], path: str, problems: list[str
 
 
 def _coerce_list(values: Sequence[Any], hint: Any, path: str, problems: list[str]) -> tuple[Any, ...]:
-    """Check the entries up to the first wrong one: of a million, one is enough to say."""
-    found: list[Any] = []
+    """Check the entries up to the first wrong one: of a million, one is enough to report."""
+    entries: list[Any] = []
     before = len(problems)
     for i, value in enumerate(values):
-        found.append(_coerce(value, hint, f"{path}[{i}]", problems))
+        entries.append(_coerce(value, hint, f"{path}[{i}]", problems))
         if len(problems) > before:
             break
-    return tuple(found)
+    return tuple(entries)
 
 
 def _coerce_union(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
@@ -288,14 +281,9 @@ def _coerce_union(value: Any, hint: Any, path: str, problems: list[str]) -> Any:
 
 
 def _float_from_text(value: str, path: str, problems: list[str]) -> Any:
-    """YAML reads ``1e-3`` (no dot) as text; accept it as the number that was meant."""
+    """Read text as a number: YAML reads ``1e-3`` (no dot) as text."""
     try:
         return float(value)
     except ValueError:
         problems.append(f"{path} is {shown(value)}; expected a number.")
         return value
-
-
-def _require(ok: bool, message: str, into: list[str]) -> None:
-    if not ok:
-        into.append(message)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_WEIGHT, Config, _require, option
+from pyprune.config.base import LARGEST_WEIGHT, Config, option
 from pyprune.config.data import DataConfig
 from pyprune.config.train import LARGEST_BATCH
 
@@ -20,12 +21,12 @@ class ReconstructConfig(Config):
         ridges: candidates for the ridge, relative to the mean of diag(x^T x); the best one is chosen for every writer.
             They are tried from the largest down, until one is worse than the best before it.
         held_back: share of the sequences of each kind that judges the candidates, in (0, 0.5].
-        readers: whether q, k, v, gate and up are solved as well; null = where hidden channels are removed.
-        relative: whether a token's error counts relative to the size of its stream, which is what the norms see; on
-            SmolLM2 that gave no better perplexity than counting errors as they are.
-        dtype: that the layers compute in: float32 (as the weights are), bfloat16 (autocast), or auto: bfloat16 where
-            the device multiplies faster in it, else float32. The streams keep the dtype of the weights, the systems
-            float32 or float64.
+        readers: whether q, k, v, gate and up are solved as well; null = if hidden channels are removed.
+        relative: whether a token's error counts relative to the size of its stream, by which the norms divide; on
+            SmolLM2 the perplexity was not better than with absolute errors.
+        dtype: compute dtype of the layers: float32 (that of the weights), bfloat16 (autocast), or auto: bfloat16 if the
+            device multiplies faster in it, else float32. The streams keep the dtype of the weights, the systems float32
+            or float64.
     """
 
     ridges: tuple[float, ...] = option((1e-2, 1e-1, 1.0, 10.0), at_least=0, at_most=LARGEST_WEIGHT)
@@ -35,26 +36,25 @@ class ReconstructConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(bool(self.ridges), "ridges is empty; give one or more numbers from 0 up.", found)
-        return found
+    def problems(self) -> Iterator[str]:
+        if not self.ridges:
+            yield "ridges is empty; give one or more numbers from 0 up."
 
 
 @dataclass(frozen=True)
 class CutConfig(Config):
-    """What happens at the moment of the cut.
+    """Options of the cut.
 
     Attributes:
-        reconstruct: how the parts that stay make up for what is removed: none, bias (the mean of what the output
-            projections lose, given back as a bias: FLAP's, :mod:`pyprune.cut.compensate`) or least_squares (what stays
-            is solved in closed form to follow the dense stream, :mod:`pyprune.cut.reconstruct`). Both read the
+        reconstruct: how the kept weights compensate for the removed ones: none, bias (the mean of the lost input of
+            the output projections is added as a bias: FLAP's, :mod:`pyprune.cut.compensate`) or least_squares (the kept
+            weights are solved in closed form to follow the dense stream, :mod:`pyprune.cut.reconstruct`). Both read the
             calibration text.
-        data: the text for it; null = what the method and the stages before the cut read. Text of several kinds keeps
-            the reconstruction from fitting one of them at the cost of the others. Samples and sequence length that it
-            does not name are those of the method's text, as for recovery_data.
-        least_squares: how, for least_squares.
-        batch_size: sequences in one forward pass of it; null = as many as make 2,048 tokens.
+        data: the text of the reconstruction; null = the text of the method and the stages before the cut. Text of
+            several kinds keeps the reconstruction from fitting one of them at the cost of the others. Its default
+            samples and sequence length are those of the method's text, as for recovery_data.
+        least_squares: options of least_squares.
+        batch_size: sequences in one forward pass of the reconstruction; null = as many as make 2,048 tokens.
     """
 
     reconstruct: Literal["none", "bias", "least_squares"] = "none"
@@ -64,21 +64,13 @@ class CutConfig(Config):
 
     @property
     def idle(self) -> dict[str, str]:
-        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        """Return options that the values of others switch off: name -> the option and the value that do it."""
         unread = {"none": ("least_squares", "batch_size"), "bias": ("least_squares",), "least_squares": ()}
         return dict.fromkeys(unread[self.reconstruct], f"reconstruct {self.reconstruct!r}")
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.data is None or self.reconstruct != "none",
-            "data is given, but reconstruct is 'none', which reads no text; leave it out, or set reconstruct.",
-            found,
-        )
-        _require(
-            self.data is None or self.data.layout == "stream",
-            "data.layout is 'instructions', which is for recovery_data; a cut is reconstructed on 'stream'.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if self.data is not None and self.reconstruct == "none":
+            yield "data is given, but reconstruct is 'none', which reads no text; leave it out, or set reconstruct."
+        if self.data is not None and self.data.layout != "stream":
+            yield "data.layout is 'instructions', which is for recovery_data; a cut is reconstructed on 'stream'."

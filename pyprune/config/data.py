@@ -1,13 +1,14 @@
-"""Where text comes from and how it becomes samples."""
+"""Options of text: its source, and how it becomes samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, _require, option
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, option
 from pyprune.errors import shown
 
 
@@ -17,11 +18,11 @@ class MixturePart(Config):
 
     Attributes:
         source: as in :class:`DataConfig`.
-        kind: what its samples are labelled with (prose, web, code, languages, ...); empty = the source. Several parts
-            may be of one kind.
+        kind: label of its samples (prose, web, code, languages, ...); empty = the source. Several parts may be of one
+            kind.
         share: how many of the samples it gives, relative to the other parts (the shares need not add up to 1).
-        split: of a hub data set.
-        field: the column or jsonl field that holds the text; None picks "text" by itself.
+        split: split of a hub data set.
+        field: the column or jsonl field that holds the text; None = "text".
     """
 
     source: str = ""
@@ -32,15 +33,15 @@ class MixturePart(Config):
 
     @property
     def label(self) -> str:
-        """The kind of its samples."""
+        """Return the kind of its samples."""
         return self.kind or self.source
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(bool(self.source), "source is empty; name a text.", found)
-        _require(self.source not in MIXTURES, f"source is {self.source!r}, a mixture itself; name one text.", found)
-        return found
+    def problems(self) -> Iterator[str]:
+        if not self.source:
+            yield "source is empty; name a text."
+        if self.source in MIXTURES:
+            yield f"source is {self.source!r}, a mixture itself; name one text."
 
 
 MIXTURES: dict[str, tuple[MixturePart, ...]] = {
@@ -60,13 +61,13 @@ MIXTURES: dict[str, tuple[MixturePart, ...]] = {
         MixturePart("package:exllamav3/multilingual.utf8", "languages", 1),
     ),
 }
-"""Mixtures by name: texts of the hub, and texts that the PyPI package exllamav3 (MIT) carries as calibration data, for
-which no network is needed. Kinds and shares are ours."""
+"""Mixtures by name: texts of the hub, and calibration texts inside the PyPI package exllamav3 (MIT), which need no
+network. Kinds and shares are ours."""
 
 
 @dataclass(frozen=True)
 class DataConfig(Config):
-    """Where text comes from and how it is cut into fixed-length samples.
+    """Source of text, and how it is cut into fixed-length samples.
 
     Attributes:
         source: a name known to pyprune (wikitext2, ptb, c4, alpaca, lamini, bookcorpus, codeparrot, wikipedia-de, -es,
@@ -76,24 +77,24 @@ class DataConfig(Config):
         split: train, validation or test (ignored for a local file).
         samples: number of sequences to draw.
         sequence_length: tokens in a sequence; for instructions the cutoff, to which shorter ones are padded.
-        field: the jsonl field that holds the text; None picks "text" or an instruction layout by itself.
+        field: the jsonl field that holds the text; None = "text", or the fields of an instruction layout.
         chat_template: wrap each document as one user turn of the tokenizer's chat template (an instruction record
             as a question and its answer).
-        layout: stream cuts the documents, laid end to end, into windows of which every token is predicted;
-            instructions makes each record (instruction, input, output) a sequence of its own.
+        layout: stream joins the documents and cuts them into windows, in which every token is predicted; instructions
+            makes one sequence of each record (instruction, input, output).
         mask_prompt: with layout instructions, predict the response and the end-of-sequence token only.
-        seed: of the sampling.
+        seed: seed of the sampling.
         mixture: with source mixture, the texts to mix instead of the usual ones, for example
             [{source: notes.txt, kind: prose, share: 3}, {source: src.jsonl, kind: code, share: 1, field: content}].
             Each sample comes from one text and carries its kind.
         overlap: largest share of a window that it may have in common with another window of the same samples, in
             [0, 1); 0 = none. The papers draw windows anywhere: 1,000 of 2,048 tokens are more than PTB has (0.5 is
             enough), 8,000 more than WikiText-2 (0.85). Samples of different uses never have a token in common.
-        cross_documents: whether a window may run on from one document into the next; null = as the source's
-            literature draws it (bookcorpus: no, so that each window is part of one record; every other source: yes).
+        cross_documents: whether a window may continue from one document into the next; null = as in the source's
+            literature (bookcorpus: no, so that each window is part of one record; every other source: yes).
         bos: whether every window begins with the tokenizer's bos token, in the place of its first token, which is never
             predicted; null = as the model's family expects it (Gemma: yes; others: no). Instruction records get it in
-            front, and also where the tokenizer puts one before a text.
+            front of their first token, also if the tokenizer puts one before a text.
     """
 
     source: str = "wikitext2"
@@ -112,84 +113,67 @@ class DataConfig(Config):
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The texts that samples are drawn from: those of the mixture, or the one source."""
+        """Return the texts that samples are drawn from: those of the mixture, or the one source."""
         single = MixturePart(self.source, split=self.split, field=self.field)
         return self.mixture or MIXTURES.get(self.source, (single,))
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The source of each part."""
+        """Return the source of each part."""
         return tuple(part.source for part in self.parts)
 
     @property
     def part_samples(self) -> tuple[int, ...]:
-        """How many of the samples each part gives: by its share, and at least one."""
-        return shared_out(self.samples, [part.share for part in self.parts])
+        """Return how many of the samples each part gives: by its share, and at least one."""
+        return share_out(self.samples, [part.share for part in self.parts])
 
     @property
     def shared_tokens(self) -> int:
-        """How many tokens two windows may have in common at most."""
+        """Return how many tokens two windows may have in common at most."""
         return int(self.overlap * self.sequence_length)
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.mask_prompt or self.layout == "instructions",
-            "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway.",
-            found,
-        )
-        _require(
-            self.layout == "stream" or not self.overlap,
-            f"overlap is {shown(self.overlap)}, but layout 'instructions' takes whole records; leave it at 0.",
-            found,
-        )
-        _require(
-            self.layout == "stream" or self.cross_documents is None,
-            "cross_documents is set, but layout 'instructions' takes whole records; leave it at null.",
-            found,
-        )
-        return found + self._mixture_problems()
+    def problems(self) -> Iterator[str]:
+        if not self.mask_prompt and self.layout != "instructions":
+            yield "mask_prompt is off, but layout 'stream' has no prompts; it predicts every token anyway."
+        if self.layout != "stream" and self.overlap:
+            yield f"overlap is {shown(self.overlap)}, but layout 'instructions' takes whole records; leave it at 0."
+        if self.layout != "stream" and self.cross_documents is not None:
+            yield "cross_documents is set, but layout 'instructions' takes whole records; leave it at null."
+        yield from self._mixture_problems()
 
-    def _mixture_problems(self) -> list[str]:
+    def _mixture_problems(self) -> Iterator[str]:
         if not self.mixture and self.source not in MIXTURES:
-            return []
-        found = [f"mixture[{i}].{problem}" for i, part in enumerate(self.mixture) for problem in part._all_problems()]
-        _require(
-            not self.mixture or self.source == "mixture",
-            f"mixture lists texts, but source is {self.source!r}; set source to 'mixture'.",
-            found,
-        )
-        _require(
-            self.layout == "stream", "layout is 'instructions', which is for one source; a mixture is 'stream'.", found
-        )
-        _require(
-            self.split == "train" and self.field is None,
-            "split and field are for one source; set them in the texts that mixture lists.",
-            found,
-        )
+            return
+        for i, part in enumerate(self.mixture):
+            yield from (f"mixture[{i}].{problem}" for problem in part.all_problems())
+        if self.mixture and self.source != "mixture":
+            yield f"mixture lists texts, but source is {self.source!r}; set source to 'mixture'."
+        if self.layout != "stream":
+            yield "layout is 'instructions', which is for one source; a mixture is 'stream'."
+        if self.split != "train" or self.field is not None:
+            yield "split and field are for one source; set them in the texts that mixture lists."
         read = [(part.source, part.split, part.field) for part in self.parts]
-        _require(len({*read}) == len(read), "mixture lists one text twice; give it one share.", found)
-        _require(
-            self.samples >= len(read),
-            f"samples is {self.samples}, but the mixture has {len(read)} texts, and each of them gives at least one; "
-            f"raise samples to {len(read)}.",
-            found,
-        )
-        return found
+        if len({*read}) != len(read):
+            yield "mixture lists one text twice; give it one share."
+        if self.samples < len(read):
+            yield (
+                f"samples is {self.samples}, but the mixture has {len(read)} texts, and each gives at least one; "
+                f"raise samples to {len(read)}."
+            )
 
 
-def shared_out(count: int, shares: list[float]) -> tuple[int, ...]:
-    """Share ``count`` things out in proportion to ``shares``, at least one for each; the sum is exact.
+def share_out(count: int, shares: list[float]) -> tuple[int, ...]:
+    """Divide ``count`` things in proportion to ``shares``, at least one for each; the sum is exact.
 
     Args:
         count: at least ``len(shares)``.
         shares: above 0.
     """
-    wanted = [count * share / sum(shares) for share in shares]
-    given = [max(1, int(exact)) for exact in wanted]
-    while sum(given) < count:
-        given[max(range(len(given)), key=lambda i: wanted[i] - given[i])] += 1
-    while sum(given) > count:
-        given[max((i for i in range(len(given)) if given[i] > 1), key=lambda i: given[i] - wanted[i])] -= 1
-    return tuple(given)
+    exact = [count * share / sum(shares) for share in shares]
+    parts = [max(1, int(part)) for part in exact]
+    while sum(parts) < count:
+        parts[max(range(len(parts)), key=lambda i: exact[i] - parts[i])] += 1
+    while sum(parts) > count:
+        parts[max((i for i in range(len(parts)) if parts[i] > 1), key=lambda i: parts[i] - exact[i])] -= 1
+    return tuple(parts)

@@ -1,4 +1,4 @@
-"""What the options of every method share. A method's own options are a subclass, next to the method."""
+"""The base of the options of every method. A method's own options are a subclass, next to the method."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Deciding(NamedTuple):
     """A training by which a method decides.
 
     Attributes:
-        name: of its options among the method's own, which hold its ``batch_size``.
-        train: how it trains, but for its steps and seed.
+        name: name of its options among the method's own, which hold its ``batch_size``.
+        train: its training options, except for its steps and seed.
     """
 
     name: str
@@ -23,35 +23,35 @@ class Deciding(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodOptions(Config):
-    """The options that belong to one method; a method without any has this class itself.
+    """The options of one method; a method without any has this class itself.
 
-    In a recipe and in a record they stand under the method's name (``elder: {schedule: anneal}``).
+    In a recipe and in a record they are stored under the method's name (``elder: {schedule: anneal}``).
     """
 
     @property
     def regularising_options(self) -> tuple[str, ...]:
-        """Names of those that nothing reads in a run without the stage ``regularise``."""
+        """Return the names of options that only the stage ``regularise`` reads."""
         return ()
 
     @property
     def reads_text(self) -> bool:
-        """Whether the choice of what is removed reads calibration text with these options, in a method that can."""
+        """True if the decision reads calibration text with these options (in a method that can read text)."""
         return True
 
     @property
     def training(self) -> TrainConfig | None:
-        """How the stage "regularise" trains; None for a method that has none."""
+        """Return the training options of the stage "regularise"; None for a method without this stage."""
         return None
 
     def with_training(self, train: TrainConfig) -> Self:
-        """The same with other options of :attr:`training`, which stand under ``train``."""
+        """Return a copy with other options of :attr:`training`, which are stored under ``train``."""
         changed: dict[str, Any] = {"train": train}
         return replace(self, **changed)
 
     def deciding_training(self, sequence_length: int) -> Deciding | None:
-        """The training by which the method decides what goes; None where it trains nothing for that.
+        """Return the training by which the method decides; None if it trains nothing for the decision.
 
-        Several processes divide it where no device holds a whole model.
+        Several processes divide it if no device holds a whole model.
 
         Args:
             sequence_length: tokens of the text's sequences.
@@ -60,10 +60,10 @@ class MethodOptions(Config):
 
     @property
     def idle(self) -> dict[str, str]:
-        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        """Return options that the values of others switch off: name -> the option and the value that do it."""
         return {}
 
     @property
     def preserved_goal(self) -> float | None:
-        """The share of |W| that regularisation may leave in what is removed before a warning; None = no goal."""
+        """Return the share of |W| in the removed parts above which regularisation warns; None = no goal."""
         return None

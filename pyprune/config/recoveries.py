@@ -1,7 +1,7 @@
 """Recoveries by name: text, adapters, loss and training options together. Plain data; importing this imports no torch.
 
-`pyprune prune --recovery NAME` puts one after the cut of any method, `pyprune recover --preset NAME` applies it to a
-checkpoint that is cut already.
+`pyprune prune --recovery NAME` runs one after the cut of any method; `pyprune recover --preset NAME` applies it to an
+already pruned checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyprune.errors import ConfigError, did_you_mean
 
 
 def recovery(name: str) -> RecoverCheckpointConfig:
-    """The options of a recovery.
+    """Return the options of a recovery.
 
     Raises:
         ConfigError: there is none of this name; the message lists them.
@@ -28,13 +28,13 @@ def recovery(name: str) -> RecoverCheckpointConfig:
 
 
 def as_prune_options(name: str) -> dict[str, Any]:
-    """What a recovery adds to the options of `pyprune prune`, as plain data.
+    """Return the options that a recovery adds to those of `pyprune prune`, as plain data.
 
     Raises:
         ConfigError: there is none of this name.
     """
-    found = recovery(name).to_dict()
-    return {"recovery_data": found["data"], "recover": found["recover"], "stages": {"after": ["recover"]}}
+    data = recovery(name).to_dict()
+    return {"recovery_data": data["data"], "recover": data["recover"], "stages": {"after": ["recover"]}}
 
 
 def _alpaca_lora() -> RecoverCheckpointConfig:
@@ -45,7 +45,7 @@ def _alpaca_lora() -> RecoverCheckpointConfig:
             adapters="lora",
             rank=8,
             alpha=16.0,
-            # Dropout, warm-up and decay are those of LLM-Pruner's script, which the paper builds on.
+            # Dropout, warm-up and decay are those of LLM-Pruner's script, which the paper uses.
             dropout=0.05,
             train=TrainConfig(
                 optimizer="fused_adamw",

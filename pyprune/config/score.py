@@ -1,13 +1,14 @@
-"""What the options of all scoring methods share; what one of them has alone is next to it."""
+"""The options that all scoring methods share; those of one method are next to it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_INDEX, Config, _require, option
+from pyprune.config.base import LARGEST_INDEX, Config, option
 from pyprune.config.train import LARGEST_BATCH
 
 ScoreAxis = Literal["heads", "ffn", "hidden"]
@@ -15,31 +16,31 @@ ScoreAxis = Literal["heads", "ffn", "hidden"]
 
 @dataclass(frozen=True)
 class ScoreConfig(Config):
-    """What every scoring method shares: which structures are open, how scores become a plan.
+    """Options of every scoring method: which structures are open, and how scores become a plan.
 
     The goal is ``ratio`` (share of all parameters to remove), or the counts ``heads``, ``ffn`` and ``hidden``, which
     win over it.
 
     Attributes:
-        axes: the axes whose structures may go.
+        axes: the axes whose structures may be removed.
         aggregation: how the structures of a group (one per matrix) become the group's score.
         ranking: global (one order over all open layers) or local (the same count in every open layer).
-        normalise: what a global order compares: none (the scores as they are, the papers' way), size (score per
+        normalise: numbers that a global order compares: none (the raw scores, as in the papers), size (score per
             removed parameter), axis (score over the mean of its axis in all open layers) or layer (score over the mean
             of its layer and axis).
         heads_unit: kv_group (a KV head with all its query heads) or query_head (as many query heads of every KV
-            group of a layer; KV heads stay).
-        heads: query heads that stay in every open layer; None = by the ratio.
-        ffn: FFN channels that stay in every open layer; None = by the ratio.
-        hidden: hidden channels that stay; None = by the ratio.
+            group of a layer; KV heads are kept).
+        heads: query heads that are kept in every open layer; None = by the ratio.
+        ffn: FFN channels that are kept in every open layer; None = by the ratio.
+        hidden: hidden channels that are kept; None = by the ratio.
         first_layer: first open layer; layers before it keep their heads and FFN.
         last_layer: last open layer, inclusive; negative counts from the end (-1 is the last).
         layers: the open layers, listed (instead of first_layer and last_layer).
-        uniform: give every layer the same widths, so that a stock architecture fits: all layers are open and ranking
-            is local, whatever the options above say; of the numbers of heads only those go that such an architecture
-            takes.
-        iterations: rounds; each removes its share of the goal and scores the masked model anew.
-        ffn_multiple: FFN widths that result are multiples of this; channels go in bundles.
+        uniform: give every layer the same widths, so that a stock architecture fits. All layers are then open and
+            ranking is local, whatever the options above are; heads are removed only in numbers that such an
+            architecture takes.
+        iterations: rounds; each removes its share of the goal and scores the masked model again.
+        ffn_multiple: multiple of the resulting FFN widths; channels are removed in bundles.
         allow_empty: a layer may lose its last unit of an axis, and the sub-block is skipped.
         batch_size: sequences in one forward and backward pass; None = all samples at once. More than one pass a step
             holds the mean gradient of all open parameters.
@@ -66,69 +67,55 @@ class ScoreConfig(Config):
 
     @property
     def counts(self) -> dict[ScoreAxis, int]:
-        """The counts that were given, by axis."""
-        given: dict[ScoreAxis, int | None] = {"heads": self.heads, "ffn": self.ffn, "hidden": self.hidden}
-        return {axis: count for axis, count in given.items() if count is not None}
+        """Return the counts that are set, by axis."""
+        counts: dict[ScoreAxis, int | None] = {"heads": self.heads, "ffn": self.ffn, "hidden": self.hidden}
+        return {axis: count for axis, count in counts.items() if count is not None}
 
     @property
     def is_local(self) -> bool:
-        """Whether every open layer loses the same count."""
+        """True if every open layer loses the same count."""
         return self.ranking == "local" or self.uniform
 
     @property
     def idle(self) -> dict[str, str]:
-        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        """Return options that the values of others switch off: name -> the option and the value that do it."""
         readers = {"heads_unit": {"heads"}, "ffn_multiple": {"ffn"}, "allow_empty": {"heads", "ffn"}}
         closed = [name for name, axes in readers.items() if axes.isdisjoint(self.axes)]
         return dict.fromkeys(closed, f"axes {list(self.axes)}")
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(bool(self.axes), "axes is empty; name at least one of heads, ffn, hidden.", found)
-        _require(len(set(self.axes)) == len(self.axes), f"axes names one twice: {list(self.axes)}.", found)
-        found += self._goal_problems()
-        _require(
-            not self.layers or (self.first_layer, self.last_layer) == (0, -1),
-            "layers is given together with first_layer or last_layer; use one way of naming the open layers.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if not self.axes:
+            yield "axes is empty; name at least one of heads, ffn, hidden."
+        if len(set(self.axes)) != len(self.axes):
+            yield f"axes names one twice: {list(self.axes)}."
+        yield from self._goal_problems()
+        if self.layers and (self.first_layer, self.last_layer) != (0, -1):
+            yield "layers is given together with first_layer or last_layer; use one way of naming the open layers."
 
-    def _goal_problems(self) -> list[str]:
-        found: list[str] = []
+    def _goal_problems(self) -> Iterator[str]:
         counts, axes = set(self.counts), set(self.axes)
         if counts and counts != axes:
-            found.append(
+            yield (
                 f"counts are given for {sorted(counts)} and axes is {sorted(axes)}; give one count for every axis, and "
                 "leave the other axes out."
             )
-        _require(
-            not counts or self.is_local,
-            "counts say what stays in every open layer, which is a local ranking; set ranking to local.",
-            found,
-        )
-        _require(
-            self.is_local or "hidden" not in axes or len(axes) == 1,
-            "a global ranking cannot compare hidden channels, which all layers share, with heads or ffn; "
-            "set ranking to local, or use axes [hidden] alone.",
-            found,
-        )
-        _require(
-            set(self.axes) != {"hidden"} or (self.layers, self.first_layer, self.last_layer) == ((), 0, -1),
-            "axes is ['hidden'], whose channels run through every layer; leave layers, first_layer and last_layer out.",
-            found,
-        )
-        _require(
-            self.normalise == "none" or self.ranking == "global",
-            f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none, or set ranking to "
-            "global.",
-            found,
-        )
-        _require(
-            self.normalise == "none" or self.aggregation != "prod",
-            f"normalise is {self.normalise!r} and aggregation is 'prod': a product is kept as its logarithm, which "
-            "cannot be divided; use normalise none, or another aggregation.",
-            found,
-        )
-        return found
+        if counts and not self.is_local:
+            yield "counts say what stays in every open layer, which is a local ranking; set ranking to local."
+        if not self.is_local and "hidden" in axes and len(axes) != 1:
+            yield (
+                "a global ranking cannot compare hidden channels, which all layers share, with heads or ffn; "
+                "set ranking to local, or use axes [hidden] alone."
+            )
+        if set(self.axes) == {"hidden"} and (self.layers, self.first_layer, self.last_layer) != ((), 0, -1):
+            yield "axes is ['hidden'], which all layers share; leave layers, first_layer and last_layer out."
+        if self.normalise != "none" and self.ranking != "global":
+            yield (
+                f"normalise is {self.normalise!r}, which only a global ranking reads; set it to none, or ranking to "
+                "global."
+            )
+        if self.normalise != "none" and self.aggregation == "prod":
+            yield (
+                f"normalise is {self.normalise!r} and aggregation is 'prod': a product is kept as its logarithm, which "
+                "cannot be divided; use normalise none, or another aggregation."
+            )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, _require, option
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, Config, option
 from pyprune.errors import shown
 
 HALF_DTYPES = ("bfloat16", "float16")
@@ -18,12 +19,12 @@ LONGEST_RUN = 100_000_000
 
 
 def micro_batch_for(batch_size: int, sequence_length: int, max_tokens: int = 2048) -> int:
-    """The largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
+    """Return the largest divisor of ``batch_size`` whose micro batch holds at most ``max_tokens`` (at least 1)."""
     return largest_divisor(batch_size, max(1, max_tokens // sequence_length))
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of ``number`` (at least 1) that is not above ``at_most`` (at least 1)."""
+    """Return the largest divisor of ``number`` (at least 1) that is not above ``at_most`` (at least 1)."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
@@ -32,36 +33,36 @@ class TrainConfig(Config):
     """The one training loop's options; every method's preset sets each of them explicitly.
 
     Attributes:
-        optimizer: fused_adamw (decoupled weight decay; pyprune's own kernel, where there is one, with DReSS's penalty
-            and the clipping in its pass), adamw (the same in torch's), adam (no decay), or sgd (with momentum 0).
+        optimizer: fused_adamw (decoupled weight decay; pyprune's own kernel, if there is one, with DReSS's penalty
+            and the clipping in its pass), adamw (torch's own), adam (no decay), or sgd (with momentum 0).
         learning_rate: peak learning rate.
         weight_decay: decoupled decay per unit learning rate.
         steps: optimizer steps, at most.
         batch_size: sequences per optimizer step.
-        micro_batch_size: sequences per forward pass, at most: the largest divisor of batch_size that is not above it is
-            used, and batch_size is reached by gradient accumulation.
+        micro_batch_size: sequences per forward pass, at most: the largest divisor of batch_size up to it is used, and
+            gradients are accumulated over batch_size sequences.
         warmup_steps: linear warm-up, steps.
         decay: learning-rate schedule after the warm-up.
         max_grad_norm: global gradient-norm clip; None = no clipping.
-        dtype: that is computed in: float32, bfloat16 (autocast over float32 weights), or auto: bfloat16 where the
-            device multiplies faster in it or the weights are (lean ``memory``), else float32.
+        dtype: compute dtype: float32, bfloat16 (autocast over float32 weights), or auto: bfloat16 if the device
+            multiplies faster in it or the weights have it (lean ``memory``), else float32.
         gradient_checkpointing: recompute activations in the backward pass.
         compile: run the decoder layers under torch.compile, each size of a layer compiled at its first step. It needs a
-            C++ compiler on a CPU and Triton on a GPU. It holds less than what a run says it will hold.
+            C++ compiler on a CPU and Triton on a GPU. It uses less memory than the run predicts.
         memory: full (float32 weights and moments, gradients of all weights), lean (bfloat16 weights with stochastic
-            rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient is there), or auto:
-            full where that fits in the device's memory, else lean. Lean clips each gradient by its own norm, and holds
-            the gradients of all weights, in bfloat16, only where a step has several forward passes.
-        copies: where the last good weights are kept (to return to when a loss is not finite) and the best ones (of
-            early stopping): device, host (the CPU's memory), off (neither is kept), or auto: device when memory is
-            full; when it is lean the host of a GPU, and on a CPU off unless training stops early.
+            rounding, 8-bit moments, each weight stepped inside backward as soon as its gradient exists), or auto: full
+            if that fits in the device's memory, else lean. Lean clips each gradient by its own norm. It holds the
+            gradients of all weights, in bfloat16, only if a step has several forward passes.
+        copies: place of the last good weights (to return to when a loss is not finite) and of the best ones (of early
+            stopping): device, host (the CPU's memory), off (neither is kept), or auto: device when memory is full;
+            when it is lean the host of a GPU, and on a CPU off unless training stops early.
         last_good_interval: steps between two copies of the last good weights.
         early_stop_patience: evaluations without improvement before stopping; None = off.
         early_stop_min_delta: smallest improvement of the validation loss that counts.
         validation_interval: steps between two validations (used when early stopping is on).
         checkpoint_interval: steps between two resumable checkpoints; None = only at the end and when the run is
-            interrupted. Several processes cannot save when one is lost, so that None is a tenth of the steps there.
-        seed: of the order of samples and of dropout.
+            interrupted. Several processes cannot save when one is lost; for them None is a tenth of the steps.
+        seed: seed of the order of samples and of dropout.
     """
 
     optimizer: Literal["adamw", "fused_adamw", "adam", "sgd"] = "fused_adamw"
@@ -87,36 +88,29 @@ class TrainConfig(Config):
 
     @property
     def sequences_per_pass(self) -> int:
-        """Sequences in one forward pass: all of them have as many."""
+        """Return the sequences in each forward pass."""
         return largest_divisor(self.batch_size, self.micro_batch_size)
 
     @property
     def passes(self) -> int:
-        """Forward passes in one optimizer step."""
+        """Return the forward passes in one optimizer step."""
         return self.batch_size // self.sequences_per_pass
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
+    def problems(self) -> Iterator[str]:
         lean = self.memory == "lean"
-        _require(
-            not (lean and self.optimizer == "sgd"),
-            "memory is 'lean' with optimizer 'sgd', which has no moments to store in 8 bits and would round small "
-            "updates of bfloat16 weights to nothing; use 'adamw', 'fused_adamw' or 'adam', or memory 'full'.",
-            found,
-        )
-        _require(
-            not (lean and self.dtype == "float32"),
-            "memory is 'lean', which holds the weights in bfloat16, but dtype is 'float32'; set dtype to auto, or "
-            "memory to 'full'.",
-            found,
-        )
-        _require(
-            self.optimizer != "adam" or not self.weight_decay,
-            f"weight_decay is {shown(self.weight_decay)} with optimizer 'adam', which has none; use 'adamw'.",
-            found,
-        )
-        return found
+        if lean and self.optimizer == "sgd":
+            yield (
+                "memory is 'lean' with optimizer 'sgd', which has no moments to store in 8 bits and would round small "
+                "updates of bfloat16 weights to nothing; use 'adamw', 'fused_adamw' or 'adam', or memory 'full'."
+            )
+        if lean and self.dtype == "float32":
+            yield (
+                "memory is 'lean', which holds the weights in bfloat16, but dtype is 'float32'; set dtype to auto, or "
+                "memory to 'full'."
+            )
+        if self.optimizer == "adam" and self.weight_decay:
+            yield f"weight_decay is {shown(self.weight_decay)} with optimizer 'adam', which has none; use 'adamw'."
 
 
 @dataclass(frozen=True)
@@ -125,9 +119,9 @@ class DistillConfig(Config):
 
         loss = (1 - alpha) CE + alpha temperature^2 KL(teacher || student) + hidden D
 
-    CE is the language-model loss in nats, KL (nats) compares softmax(logits / temperature) of both (Hinton et al.
-    2015, section 2, whose factor temperature^2 keeps the gradient's size when the temperature changes), and D is the
-    squared difference of the residual streams relative to the teacher's, mean over the kept layers
+    CE is the language-model loss in nats. KL (nats) compares softmax(logits / temperature) of both (Hinton et al. 2015,
+    section 2, whose factor temperature^2 keeps the gradient's size when the temperature changes). D is the squared
+    difference of the residual streams relative to the teacher's, mean over the kept layers
     (:mod:`pyprune.train.distill`).
 
     Attributes:
@@ -135,10 +129,10 @@ class DistillConfig(Config):
         temperature: softens both distributions, at least 0.001, no unit.
         hidden: weight of D, nats per unit of D; 0 = the hidden states are not compared.
         chunk: tokens whose logits are held at once.
-        teacher_dtype: dtype of the teacher's weights when it is loaded for this; None = the training dtype.
-        teacher_placement: where it is loaded to for this: device (several processes that have their models on the host
-            divide it among their devices), files (each of its layers is read from safetensors whenever it is run, and
-            one layer is in memory at a time), or auto: device where the training fits so, else files.
+        teacher_dtype: dtype of the teacher's weights when it is loaded for distillation; None = the training dtype.
+        teacher_placement: place of the loaded teacher: device (several processes with models on the host divide it
+            among their devices), files (each of its layers is read from safetensors whenever it runs, and one layer is
+            in memory at a time), or auto: device if the training then fits, else files.
     """
 
     alpha: float = option(0.5, at_least=0, at_most=1)
@@ -149,21 +143,16 @@ class DistillConfig(Config):
     teacher_placement: Literal["auto", "device", "files"] = "auto"
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.alpha > 0 or self.hidden > 0,
-            "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if self.alpha <= 0 and self.hidden <= 0:
+            yield "alpha and hidden are 0, so the teacher would not count; raise one of them, or set distill to null."
 
 
 OF_NO_RESULT = ("teacher_placement",)
-"""Options by which a run computes the same in another way: it is resumed with any of their values."""
+"""Options that do not change the result of a run: it can be resumed with any of their values."""
 
 OF_ADAPTERS = ("targets", "rank", "alpha", "dropout")
-"""Options of a recovery that its adapters alone read."""
+"""Options of a recovery that only its adapters read."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +161,8 @@ class RecoverConfig(Config):
 
     Attributes:
         adapters: lora trains low-rank adapters through PEFT, merged before export; none trains all weights.
-        targets: what gets an adapter: all-linear (every projection of the decoder layers) or default (the modules that
-            PEFT chooses for the architecture by itself: q_proj and v_proj for LLaMA).
+        targets: modules that get an adapter: all-linear (every projection of the decoder layers) or default (PEFT's
+            choice for the architecture: q_proj and v_proj for LLaMA).
         rank: LoRA rank.
         alpha: LoRA scale numerator (scale = alpha / rank).
         dropout: LoRA dropout probability.
@@ -191,10 +180,10 @@ class RecoverConfig(Config):
 
     @property
     def idle(self) -> dict[str, str]:
-        """Names of options that do nothing beside the values of others -> the option and the value that are why."""
+        """Return options that the values of others switch off: name -> the option and the value that do it."""
         return {} if self.adapters == "lora" else dict.fromkeys(OF_ADAPTERS, f"adapters {self.adapters!r}")
 
     @property
     def teacher_dtype(self) -> str:
-        """The dtype that the teacher's weights are loaded in: the chosen one, else the training dtype, or auto."""
+        """Return the dtype of the loaded teacher's weights: the chosen one, else the training dtype, or auto."""
         return (self.distill.teacher_dtype if self.distill else None) or self.train.dtype

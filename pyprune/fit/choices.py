@@ -8,7 +8,7 @@ The hidden size is one choice for the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_INDEX, Config, _require, option
+from pyprune.config.base import LARGEST_INDEX, Config, option
 from pyprune.errors import BudgetError, ConfigError
 from pyprune.fit.quantities import Widths
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
@@ -82,10 +82,9 @@ class ChoiceOptions(Config):
         return replace(self, **{name: getattr(rules, name) for name in RULED})
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(len(set(self.skips)) == len(self.skips), f"skips names one twice: {list(self.skips)}.", found)
-        return found
+    def problems(self) -> Iterator[str]:
+        if len(set(self.skips)) != len(self.skips):
+            yield f"skips names one twice: {list(self.skips)}."
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from typing_extensions import override
 
-from pyprune.config.base import Config, _require, option
+from pyprune.config.base import Config, option
 from pyprune.config.cut import ReconstructConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig
@@ -74,25 +75,19 @@ class FitOptions(Config):
     device: str = "auto"
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.data.layout == "stream",
-            "data.layout is 'instructions', which is for recovery; set 'stream'.",
-            found,
-        )
+    def problems(self) -> Iterator[str]:
+        if self.data.layout != "stream":
+            yield "data.layout is 'instructions', which is for recovery; set 'stream'."
         usual = ChoiceOptions()
         changed = [name for name in RULED if getattr(self.choices, name) != getattr(usual, name)]
         if changed and not self.keep_multiples:
             names = " and ".join(f"choices.{name}" for name in changed)
-            found.append(f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true.")
-        _require(
-            self.tensor_parallel == 1 or not self.keep_multiples,
-            f"tensor_parallel is {self.tensor_parallel} and keep_multiples is on, which would keep widths that so many "
-            "devices cannot share. Leave out keep_multiples.",
-            found,
-        )
-        return found
+            yield f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true."
+        if self.tensor_parallel != 1 and self.keep_multiples:
+            yield (
+                f"tensor_parallel is {self.tensor_parallel} and keep_multiples is on, which would keep widths that "
+                "the devices cannot share. Leave out keep_multiples."
+            )
 
     def choices_for(self, rules: SizeRules) -> ChoiceOptions:
         """What layers may become, in the multiples that run well unless ``keep_multiples`` is on.

@@ -28,7 +28,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from typing_extensions import override
 
-from pyprune.config.base import Config, _require, option
+from pyprune.config.base import Config, option
 from pyprune.errors import BudgetError
 from pyprune.fit.choices import DROPPED, Choice, Search, UnitScores
 from pyprune.fit.limits import Budget, Limit
@@ -73,10 +73,9 @@ class SolveOptions(Config):
     nodes: int = option(20_000, at_least=1, at_most=10_000_000)
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(bool(self.variants), f"variants is empty; name one or more of {', '.join(get_args(Variant))}.", found)
-        return found
+    def problems(self) -> Iterator[str]:
+        if not self.variants:
+            yield f"variants is empty; name one or more of {', '.join(get_args(Variant))}."
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ layer that goes as a whole has a measurement of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_WEIGHT, Config, _require, option
+from pyprune.config.base import LARGEST_WEIGHT, Config, option
 from pyprune.errors import BudgetError
 from pyprune.fit.choices import DROPPED, Choice, LayerScores, LayerSpace, Search, Space, UnitScores, spaced
 from pyprune.fit.quantities import Widths
@@ -56,15 +56,11 @@ class ValueOptions(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(bool(self.ridges), "ridges is empty; give one or more numbers from 0 up.", found)
-        _require(
-            self.reconstruct or self.ridges == RIDGES,
-            "ridges would do nothing: they are of the reconstruction, which reconstruct=false leaves out.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if not self.ridges:
+            yield "ridges is empty; give one or more numbers from 0 up."
+        if not self.reconstruct and self.ridges != RIDGES:
+            yield "ridges would do nothing: they are of the reconstruction, which reconstruct=false leaves out."
 
     def measuring(self) -> dict[str, Any]:
         """The options that change a measured loss; which anchors are measured does not."""

@@ -457,7 +457,7 @@ def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Traini
     if train.sequences_per_pass > 1 and not deciding:
         steps.append((f"{training.name}.micro_batch_size=1", {"micro_batch_size": 1}))
     lean: dict[str, Any] = {"memory": "lean"} | ({"dtype": "auto"} if train.dtype == "float32" else {})
-    if training.all_weights and train.memory == "full" and not replace(train, **lean).problems():
+    if training.all_weights and train.memory == "full" and not list(replace(train, **lean).problems()):
         changed = {name: value for name, value in lean.items() if getattr(train, name) != value}
         steps.append((", ".join(f"{training.name}.{name}={value}" for name, value in changed.items()), changed))
     if not training.all_weights and dtype == "float32":

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pyprune.cli.options import OTHERS, _described, _of
-from pyprune.config.describe import described
+from pyprune.config.describe import describe_options
 from pyprune.fit.options import FitOptions
 from pyprune.methods.registry import presets
 from pyprune.run.recipe import build_config, is_among, switched_off, unread
@@ -16,7 +16,7 @@ from tests._support.cli import refused, run
 
 @pytest.mark.parametrize("name", [*presets(), *OTHERS])
 def test_every_option_has_a_meaning_and_says_what_it_may_be(name: str) -> None:
-    found = list(described(_of(name)[0]))
+    found = list(describe_options(_of(name)[0]))
     assert len(found) > 15
     assert len({each.name for each in found}) == len(found)
     assert not [each.name for each in found if not (each.meaning and each.allowed)]
@@ -29,7 +29,7 @@ def test_every_option_can_be_set_by_its_name(name: str) -> None:
     idle = [*switched_off(config), *(option for options in unread(config).values() for option in options)]
     outer = build_config(preset=name, recovery="alpaca-lora-distill")  # with a recovery, and options inside it
     for start, recovery in ((config, None), (outer, "alpaca-lora-distill")):
-        found = list(described(start))
+        found = list(describe_options(start))
         null = [f"{each.name}." for each in found if each.value is None]
         for each in found:
             if is_among(each.name, idle) or each.name.startswith(tuple(null)) or "[]" in each.name:

@@ -220,7 +220,7 @@ def test_a_plan_that_takes_no_channels_says_so_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"cut": {"reconstruct": "bias"}, "score": {"axes": ["hidden"]}}, "a bias stands for heads and FFN"),
+        ({"cut": {"reconstruct": "bias"}, "score": {"axes": ["hidden"]}}, "a bias can replace only heads and FFN"),
         ({"cut": {"reconstruct": "bias"}, "stages": {"before": [], "prune": False}}, "stages.prune is off"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench._texts import write_demo_data, write_demo_mixture
-from pyprune.config.data import MIXTURES, DataConfig, MixturePart, shared_out
+from pyprune.config.data import MIXTURES, DataConfig, MixturePart, share_out
 from pyprune.data.sampling import assert_disjoint, sample_sequences, split_disjoint
 from pyprune.data.stream import token_stream
 from pyprune.errors import ConfigError, DataError
@@ -50,7 +50,7 @@ def is_code(row: torch.Tensor) -> bool:
 @given(st.integers(1, 3000), st.lists(st.floats(0.001, 1000), min_size=1, max_size=9))
 def test_shares_add_up_and_leave_nobody_out(count: int, shares: list[float]) -> None:
     count = max(count, len(shares))
-    given_out = shared_out(count, shares)
+    given_out = share_out(count, shares)
     assert sum(given_out) == count
     assert min(given_out) >= 1
     for mine, share in zip(given_out, shares, strict=True):
@@ -58,9 +58,9 @@ def test_shares_add_up_and_leave_nobody_out(count: int, shares: list[float]) -> 
 
 
 def test_shares_are_exact_where_they_can_be() -> None:
-    assert shared_out(144, [3, 3, 2, 1]) == (48, 48, 32, 16)
-    assert shared_out(128, [part.share for part in MIXTURES["mixture"]]) == (43, 43, 28, 4, 4, 3, 3)
-    assert shared_out(7, [100, 1, 1]) == (5, 1, 1)
+    assert share_out(144, [3, 3, 2, 1]) == (48, 48, 32, 16)
+    assert share_out(128, [part.share for part in MIXTURES["mixture"]]) == (43, 43, 28, 4, 4, 3, 3)
+    assert share_out(7, [100, 1, 1]) == (5, 1, 1)
 
 
 def test_plain_data_is_read_back() -> None:

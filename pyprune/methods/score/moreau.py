@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, _require, option
+from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.errors import shown
@@ -44,14 +45,9 @@ class MoreauOptions(MethodOptions):
         return 0.0
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.gamma <= self.rho,
-            f"gamma is {shown(self.gamma)} and rho is {shown(self.rho)}; gamma must not exceed rho.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if self.gamma > self.rho:
+            yield f"gamma is {shown(self.gamma)} and rho is {shown(self.rho)}; gamma must not exceed rho."
 
 
 def _moreau_paper() -> PruneConfig:

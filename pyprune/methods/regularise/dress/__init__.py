@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Norm, _require, option
+from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Norm, option
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
@@ -83,27 +84,23 @@ class DressOptions(MethodOptions):
         return self.target_preserved_ratio
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.penalise == "removed" or self.schedule == "published",
-            "penalise is 'all' with schedule 'anneal', which would shrink the whole model to zero; "
-            "use schedule 'published'.",
-            found,
-        )
-        _require(
-            self.solver == "subgradient" or self.norm == "l2",
-            "solver is 'prox' with norm 'l1'; its proximal map is that of l2. Use norm 'l2', or solver 'subgradient'.",
-            found,
-        )
+    def problems(self) -> Iterator[str]:
+        if self.penalise != "removed" and self.schedule != "published":
+            yield (
+                "penalise is 'all' with schedule 'anneal', which would shrink the whole model to zero; "
+                "use schedule 'published'."
+            )
+        if self.solver != "subgradient" and self.norm != "l2":
+            yield (
+                "solver is 'prox' with norm 'l1'; its proximal map is that of l2. Use norm 'l2', or solver "
+                "'subgradient'."
+            )
         explicit = self.select == "explicit"
-        _require(
-            bool(self.channels) == explicit,
-            f"channels has {len(self.channels)} entries with select={self.select!r}; "
-            "give channels exactly when select is 'explicit'.",
-            found,
-        )
-        return found
+        if bool(self.channels) != explicit:
+            yield (
+                f"channels has {len(self.channels)} entries with select={self.select!r}; "
+                "give channels exactly when select is 'explicit'."
+            )
 
 
 def _dress_paper() -> PruneConfig:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_WEIGHT, _require, option
+from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_RANK, TrainConfig
@@ -46,20 +47,14 @@ class LoraPruneOptions(MethodOptions):
         return {f"train.{name}": "train, which keeps nothing and validates on nothing" for name in kept}
 
     @override
-    def problems(self) -> list[str]:
-        found: list[str] = []
-        _require(
-            self.train.early_stop_patience is None,
-            "train.early_stop_patience is set, but scores are summed over all steps; set it to null.",
-            found,
-        )
-        _require(
-            self.train.memory != "lean",
-            "train.memory is 'lean', which would round the model's weights, but a score must not change them; "
-            "set it to full.",
-            found,
-        )
-        return found
+    def problems(self) -> Iterator[str]:
+        if self.train.early_stop_patience is not None:
+            yield "train.early_stop_patience is set, but scores are summed over all steps; set it to null."
+        if self.train.memory == "lean":
+            yield (
+                "train.memory is 'lean', which would round the model's weights, but a score must not change them; "
+                "set it to full."
+            )
 
 
 def _loraprune_paper() -> PruneConfig:
