@@ -98,12 +98,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _tasks(options: argparse.Namespace) -> tuple[str, ...]:
     """The lm-eval tasks, those behind a tag in its place."""
-    from pyprune.quality.tasks import check_tasks, tasks_behind
+    from pyprune.quality.tasks import check_tasks, reporting_tasks
 
     if not options.tasks:
         return ()
     given = {"limit": options.task_limit, "include_path": options.task_folder}
-    return tuple(tasks_behind(options.tasks, check_tasks(options.tasks, **given)))
+    return tuple(reporting_tasks(options.tasks, check_tasks(options.tasks, **given)))
 
 
 def _text_digest(source: str) -> str:

@@ -1,1 +1,1 @@
-"""What a model is worth: perplexity by the two published protocols, and zero-shot tasks through lm-eval."""
+"""The quality of a model: perplexity by the two published protocols, and zero-shot tasks through lm-eval."""

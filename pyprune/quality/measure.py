@@ -1,4 +1,4 @@
-"""Quality of a checkpoint on disk: loaded once, measured on texts and tasks, never on what it was trained on."""
+"""Quality of a checkpoint on disk: loaded once, measured on texts and tasks, never on its training text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyprune.quality.perplexity import (
     evaluation_text,
     window_size,
 )
-from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, tasks_behind
+from pyprune.quality.tasks import accuracies, check_tasks, evaluate_tasks, mean_accuracy, reporting_tasks
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import say
@@ -27,13 +27,13 @@ from pyprune.runtime.progress import say
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured. JSON-able through :meth:`to_dict`.
+    """The measured quality. JSON-able through :meth:`to_dict`.
 
     Attributes:
         perplexity: one result for each text, in the order of the sources.
         tasks: task -> metric -> value.
         mean_accuracy: mean over the tasks that report an accuracy ("acc"), in [0, 1]; None if none does.
-        without_accuracy: the tasks that were asked for and report none: the mean leaves them out.
+        without_accuracy: requested tasks that report no accuracy: the mean leaves them out.
     """
 
     perplexity: tuple[PerplexityResult, ...] = ()
@@ -42,7 +42,7 @@ class Evaluation:
     without_accuracy: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return {
             "perplexity": [asdict(result) for result in self.perplexity],
             "tasks": self.tasks,
@@ -67,21 +67,21 @@ def evaluate(
     device: str = "auto",
     **reading: Unpack[Reading],
 ) -> Evaluation:
-    """Measure the quality of a checkpoint, pruned or not; what ``pyprune eval`` does. Nothing is written.
+    """Measure the quality of a checkpoint, pruned or not, as ``pyprune eval`` does. Nothing is written.
 
     Args:
         model: folder or hub id.
         ppl: texts to measure perplexity on: wikitext2, ptb, c4, a data set of the hub, or a .txt or .jsonl file.
         protocol: ppl-2048 or ppl-128; see :func:`pyprune.quality.perplexity.perplexity`.
         max_tokens: use only this many tokens of each text; None = all.
-        split: of hub data sets; None = the one that results are published on (PTB and C4: validation, else test).
-        field: the column or .jsonl field with the text; None finds "text" or an instruction layout by itself.
+        split: split of hub data sets; None = the one of published results (PTB and C4: validation, else test).
+        field: the column or .jsonl field with the text; None = "text", or the fields of an instruction layout.
         tasks: lm-eval tasks, for example piqa.
         limit: examples of each task; None = all.
         batch_size: requests of a task in one forward pass.
         bos: whether every window of a text and every prompt of a task begins with the bos token; None = as the model's
             family expects it (Gemma: yes).
-        dtype: float32, bfloat16 or float16, to compute in.
+        dtype: compute dtype: float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
@@ -110,18 +110,18 @@ def evaluate(
             text = evaluation_text(tokenizer, test, split=split, field=field, max_tokens=max_tokens)
             _refuse_training_text(source, text, test)
             measured.append(evaluate_perplexity(loaded, tokenizer, text, protocol, max_tokens=max_tokens, bos=bos))
-            if len(sources) > 1 or names:  # what comes next may fail
+            if len(sources) > 1 or names:  # report it now: the next text or the tasks may fail
                 say(f"{test}: {protocol} perplexity {measured[-1].perplexity:.4g}.", "dim")
         if not names:
             return Evaluation(tuple(measured))
         scores = evaluate_tasks(loaded, tokenizer, names, limit=limit, batch_size=batch_size, bos=bos, manager=manager)
-    each = tasks_behind(names, manager)
+    each = reporting_tasks(names, manager)
     without = tuple(task for task in each if task not in accuracies(scores, each))
     return Evaluation(tuple(measured), scores, mean_accuracy(scores, each), without)
 
 
 def check_test_text(model_id: str | Path, source: str, *, split: str | None = None, field: str | None = None) -> None:
-    """Refuse a text that a checkpoint was trained on, for what measures without loading it here.
+    """Refuse a text that a checkpoint was trained on, for a caller that measures without loading it here.
 
     Args:
         model_id: folder or hub id.

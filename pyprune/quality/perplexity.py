@@ -1,7 +1,7 @@
 """Perplexity by the two published protocols.
 
-Both protocols cut one token stream into windows, drop the tail, and take exp of a mean negative log-likelihood;
-they differ in the window (2048 or 128 tokens), so in the context a prediction sees, and in what is averaged.
+Both protocols cut one token stream into windows, drop the tail, and take exp of a mean negative log-likelihood. They
+differ in the window (2048 or 128 tokens), and so in the context of a prediction, and in the average.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
 """Tokens in a window of each protocol (docs/methods.md, "Evaluation")."""
 _FORWARD_TOKENS = 2048
 PIECE = 128
-"""Predictions whose mean loss counts as one observation of an interval: losses of neighbouring tokens go together."""
+"""Predictions whose mean loss counts as one observation of an interval: losses of neighbouring tokens correlate."""
 
 
 class EvaluationError(PypruneError):
@@ -42,11 +42,11 @@ class EvaluationText:
     """A test text, joined and tokenised once.
 
     Attributes:
-        source: as the user wrote it.
+        source: source, as the user wrote it.
         token_ids: int64 [N], with the tokenizer's own special tokens (a LLaMA tokenizer puts one bos in front).
-        text_sha256: of the joined text.
+        text_sha256: SHA-256 of the joined text.
         max_windows: most windows the protocol uses (C4: 256); None = all.
-        read: gives the text as calibration would read it; None = ``token_ids``.
+        read: returns the text as calibration would read it; None = ``token_ids``.
     """
 
     source: str
@@ -57,25 +57,25 @@ class EvaluationText:
 
     @cached_property
     def passages(self) -> TokenStream:
-        """The text as calibration reads it, each document tokenised by itself, to find it in other streams.
+        """Return the text as calibration reads it, each document tokenised alone, to find it in other streams.
 
-        Tokens at a document's ends are others where a tokenizer joins them to what is beside them.
+        At a document's ends these tokens differ from ``token_ids`` if a tokenizer joins neighbouring documents.
         """
         return TokenStream.of(self.source, self.token_ids) if self.read is None else self.read()
 
     def passage_ids(self) -> Tensor:
-        """Token ids of :attr:`passages`, int64 [N]."""
+        """Return the token ids of :attr:`passages`, int64 [N]."""
         return torch.from_numpy(self.passages.tokens)
 
     @property
     def spans(self) -> SpanSet:
-        """The whole text, to be kept out of calibration with ``sample_sequences(..., exclude=text.spans)``."""
+        """Return the whole text, to keep it out of calibration with ``sample_sequences(..., exclude=text.spans)``."""
         return SpanSet.whole(self.passages)
 
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """One perplexity and what it was measured on.
+    """One perplexity and the text of its measurement.
 
     Attributes:
         perplexity: exp of the mean negative log-likelihood, nats.
@@ -83,10 +83,10 @@ class PerplexityResult:
         tokens: tokens in them; each window predicts all of its tokens but the first.
         protocol: ppl-2048 or ppl-128.
         window: tokens in a window (the protocol's, unless it was overridden).
-        source: where the text came from.
-        text_sha256: of the joined text.
-        interval: 95 % t interval of the perplexity, from the mean losses of pieces of :data:`PIECE` predictions; what
-            other text of the kind might give. Two models on one text differ by less. None for fewer than two pieces.
+        source: source of the text.
+        text_sha256: SHA-256 of the joined text.
+        interval: 95 % t interval of the perplexity, from the mean losses of pieces of :data:`PIECE` predictions. It
+            covers other text of the kind; two models on one text differ by less. None for fewer than two pieces.
     """
 
     perplexity: float
@@ -111,8 +111,8 @@ def evaluation_text(
 
     Args:
         source: see :func:`pyprune.data.sources.read_corpus`.
-        split: of a hub data set; None = the one results are published on (PTB and C4: validation, else test).
-        max_tokens: tokenise only so much of it; None = all.
+        split: split of a hub data set; None = the one of published results (PTB and C4: validation, else test).
+        max_tokens: tokenise only this many tokens; None = all.
         field: the field or column with the text.
 
     Raises:
@@ -185,9 +185,9 @@ def perplexity(
 ) -> PerplexityResult:
     """Measure perplexity over non-overlapping windows of one token stream; the tail is dropped.
 
-    ppl-2048: exp of the mean of the windows' mean losses over their 2047 predictions (what a Hugging Face model
-    returns as its loss). ppl-128: exp of the mean over all predicted tokens, 127 a window. The model runs in its
-    own dtype, the loss in float32. Training mode is put back afterwards.
+    ppl-2048: exp of the mean of the windows' mean losses over their 2047 predictions (the loss that a Hugging Face
+    model returns). ppl-128: exp of the mean over all predicted tokens, 127 a window. The model runs in its own dtype,
+    the loss in float32. Training mode is restored afterwards.
 
     Args:
         model: a causal language model: model(input_ids=[B, T], use_cache=False).logits is [B, T, vocab].
@@ -196,7 +196,7 @@ def perplexity(
         max_tokens: use only this many tokens from the beginning; None = all.
         max_windows: use at most this many windows; None = all.
         batch_size: windows in a forward pass; None = about 2048 tokens.
-        bos: token id that takes the place of the first one of every window, which is never predicted; None = none.
+        bos: token id that replaces the first one of every window, which is never predicted; None = none.
 
     Raises:
         ConfigError: an unknown protocol or an option out of range.
@@ -217,13 +217,13 @@ def perplexity(
         ):
             losses.append(_window_losses(model, batch))
             _check_finite(losses[-1], sum(map(len, losses)) - len(batch), size, source)
-    return result_of(torch.cat(losses), windows, protocol, source, sha256)
+    return build_result(torch.cat(losses), windows, protocol, source, sha256)
 
 
-def result_of(losses: Tensor, windows: Tensor, protocol: str, source: str, text_sha256: str) -> PerplexityResult:
-    """Return what the losses of all predictions, float64 [windows, T - 1], say of a text in windows, [windows, T]."""
+def build_result(losses: Tensor, windows: Tensor, protocol: str, source: str, text_sha256: str) -> PerplexityResult:
+    """Return the result for the losses of all predictions, float64 [windows, T - 1], in windows, [windows, T]."""
     return PerplexityResult(
-        averaged(losses, protocol),
+        average_perplexity(losses, protocol),
         len(windows),
         windows.numel(),
         protocol,
@@ -234,7 +234,7 @@ def result_of(losses: Tensor, windows: Tensor, protocol: str, source: str, text_
     )
 
 
-def averaged(losses: Tensor, protocol: str) -> float:
+def average_perplexity(losses: Tensor, protocol: str) -> float:
     """Return the perplexity of losses, float64 [windows, T - 1], as a protocol averages them."""
     mean = losses.mean(dim=1).mean() if protocol == "ppl-2048" else losses.sum() / losses.numel()
     return float(mean.exp())

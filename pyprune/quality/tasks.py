@@ -40,7 +40,7 @@ def evaluate_tasks(
         batch_size: requests in a forward pass.
         include_path: folder of further task files (YAML), for example over local jsonl files.
         bos: whether prompts begin with the bos token; None = as the model's family expects it, else as lm-eval does.
-        manager: what :func:`check_tasks` returned for these tasks; None = they are looked up here.
+        manager: the result of :func:`check_tasks` for these tasks; None = they are looked up here.
 
     Returns:
         task -> metric -> value, for example {"piqa": {"acc": 0.68, "acc_stderr": 0.01}}. A metric under a filter
@@ -60,7 +60,7 @@ def evaluate_tasks(
         wrapped = HFLM(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, add_bos_token=first
         )
-        # The global seeds stay as they are: an evaluation must not change the training around it.
+        # The global seeds are not set: an evaluation must not change the training around it.
         output = simple_evaluate(
             wrapped,
             tasks=list(tasks),
@@ -82,30 +82,30 @@ def check_tasks(
     batch_size: int = 8,
     include_path: Path | str | None = None,
 ) -> Any:
-    """Look tasks up without running them, for runs that come to them after long work; arguments and errors as above.
+    """Look tasks up without running them, before a long run reaches them; arguments and errors as above.
 
     Returns:
         lm-eval's manager of these tasks.
     """
     _check_task_options(tasks, limit, batch_size)
     try:
-        import lm_eval.models.huggingface  # noqa: F401 - with what it needs itself
+        import lm_eval.models.huggingface  # noqa: F401 - also imports its dependencies
     except ImportError as error:
-        raise MissingDependencyError(_missing(error), "eval", "Evaluating tasks") from error
+        raise MissingDependencyError(_missing_package(error), "eval", "Evaluating tasks") from error
     return _task_manager(tasks, include_path)
 
 
-def _missing(error: ImportError) -> str:
-    """Name of the package that lm-eval lacks, or its own."""
+def _missing_package(error: ImportError) -> str:
+    """Return the name of the package that lm-eval lacks, or "lm-eval" itself."""
     return "lm-eval" if error.name is None or error.name.startswith("lm_eval") else error.name
 
 
-def tasks_behind(tasks: Sequence[str], manager: Any) -> list[str]:
-    """The names under which results stand: instead of a tag, which has no figures of its own, the tasks that carry it.
+def reporting_tasks(tasks: Sequence[str], manager: Any) -> list[str]:
+    """Return the names of the tasks that report results: a tag is replaced by the tasks that carry it.
 
     Args:
-        tasks: names that :func:`check_tasks` knows.
-        manager: what it returned.
+        tasks: names that :func:`check_tasks` accepts.
+        manager: its result.
     """
     tags = set(manager.all_tags)
     named = [sorted(manager.task_index[task].tags) if task in tags else [task] for task in tasks]
@@ -113,19 +113,20 @@ def tasks_behind(tasks: Sequence[str], manager: Any) -> list[str]:
 
 
 def accuracies(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> dict[str, float]:
-    """Task -> accuracy in [0, 1], its "acc", for those of ``tasks`` that report one.
+    """Return task -> accuracy in [0, 1], its "acc", for those of ``tasks`` that report one.
 
     Args:
-        results: of :func:`evaluate_tasks`.
-        tasks: of :func:`tasks_behind`: the results of a group hold its members too, which must not count again.
+        results: result of :func:`evaluate_tasks`.
+        tasks: result of :func:`reporting_tasks`: the results of a group hold its members too, which must not count
+            again.
     """
     return {task: results[task]["acc"] for task in tasks if "acc" in results.get(task, {})}
 
 
 def mean_accuracy(results: Mapping[str, Mapping[str, float]], tasks: Sequence[str]) -> float | None:
-    """Mean of :func:`accuracies`, each task counting alike; None if no task reports one."""
-    found = list(accuracies(results, tasks).values())
-    return sum(found) / len(found) if found else None
+    """Return the mean of :func:`accuracies`, each task counting alike; None if no task reports one."""
+    values = accuracies(results, tasks).values()
+    return sum(values) / len(values) if values else None
 
 
 def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: int) -> None:
@@ -143,7 +144,7 @@ def _check_task_options(tasks: Sequence[str], limit: float | None, batch_size: i
 
 @contextmanager
 def _task_errors(model: nn.Module, tasks: Sequence[str]) -> Iterator[None]:
-    """One error for whatever lm-eval makes of a task's file and data; what the model raises stays as it is."""
+    """Raise one error for all errors of lm-eval with a task's file and data; errors of the model pass unchanged."""
     try:
         with foreign_errors(
             DataError,
@@ -176,17 +177,17 @@ def _task_manager(tasks: Sequence[str], include_path: Path | str | None) -> Any:
             manager = TaskManager(include_path=folder, include_defaults=False)
         if manager is None or not set(tasks) <= set(manager.all_tasks):
             manager = TaskManager(include_path=folder)
-        known = list(manager.all_tasks)
-    unknown = [task for task in tasks if task not in known]
+        names = list(manager.all_tasks)
+    unknown = [task for task in tasks if task not in names]
     if unknown:
-        raise ConfigError([_unknown_task(task, known) for task in unknown[:_UNKNOWN_SHOWN]])
+        raise ConfigError([_unknown_task(task, names) for task in unknown[:_UNKNOWN_SHOWN]])
     return manager
 
 
-def _unknown_task(task: str, known: Sequence[str]) -> str:
-    close = get_close_matches(task, known, n=1)
+def _unknown_task(task: str, names: Sequence[str]) -> str:
+    close = get_close_matches(task, names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown task {shown(task)}.{hint} `lm-eval ls tasks` lists all {len(known)} of them."
+    return f"Unknown task {shown(task)}.{hint} `lm-eval ls tasks` lists all {len(names)} of them."
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:

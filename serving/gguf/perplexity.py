@@ -22,8 +22,8 @@ from pyprune.quality.perplexity import (
     EvaluationError,
     EvaluationText,
     PerplexityResult,
+    build_result,
     cut_windows,
-    result_of,
     window_size,
 )
 from pyprune.runtime.progress import track
@@ -89,7 +89,7 @@ def gguf_perplexity(
         raise EvaluationError(
             f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
         )
-    return result_of(losses, windows, protocol, text.source, text.text_sha256)
+    return build_result(losses, windows, protocol, text.source, text.text_sha256)
 
 
 def _bos(file: Checkpoint) -> int | None:
