@@ -322,7 +322,7 @@ def test_a_goal_that_no_scores_can_reach_is_refused_before_scoring(
 
 @pytest.mark.parametrize("score", [{"layers": (1,)}, {"first_layer": 1}, {"last_layer": 2}], ids=str)
 def test_the_hidden_axis_has_no_open_layers(score: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="run through every layer"):
+    with pytest.raises(ConfigError, match="which all layers share"):
         make_plan(tiny_model("llama"), NO_SAMPLES, options("random", axes=("hidden",), **score))
 
 
