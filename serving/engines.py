@@ -1,4 +1,4 @@
-"""The parent's side of an inference engine that lives in its own process (see :mod:`pyprune.serving.speed.worker`)."""
+"""The parent's side of an inference engine in a child process (see :mod:`pyprune.serving.speed.worker`)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from pyprune.runtime.progress import say
 EngineName = Literal["vllm", "transformers", "llamacpp"]
 ENGINES = ("auto", "vllm", "transformers", "llamacpp")
 GGUF_FORMAT = "q8_0"
-"""Format in which llama.cpp gets a checkpoint folder: the one that most people run, nearly without loss."""
+"""Format in which a checkpoint folder is written for llama.cpp: the most usual one, nearly without loss."""
 LOAD_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 3600.0
 LOG_LINES = 15
+SETTLE_S = 1.5
+"""vLLM's workers poll for one second after their last request; the next engine's turn starts after that."""
+PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29}
+"""Memory of an engine's processes in addition to weights and cache (measured on the CPU, rounded up)."""
 
 
 class EngineError(PypruneError):
@@ -66,64 +70,57 @@ def choose_engine(engine: str) -> tuple[EngineName, str | None]:
 
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TOP_PAD_": str(2**26)}
-"""Lets glibc keep the memory of activations between steps. By itself it returns it after some and asks for it again,
-depending on where blocks happen to lie: 4,000 to 25,000 page faults for a prompt of 2,048 tokens (SmolLM2-135M, vLLM in
-bfloat16 on a CPU), 2 to 7 with these, which took 1.29 s and 1.20 s in turns and made processes of one model differ."""
+"""Variables that let glibc keep the memory of activations between steps. By default glibc returns some and requests it
+again: 4,000 to 25,000 page faults for a prompt of 2,048 tokens (SmolLM2-135M, vLLM in bfloat16 on a CPU), 2 to 7 with
+these variables. The turns took 1.29 s and 1.20 s, and processes of one model differed."""
 
 
 PYTHON = (sys.executable, "-P")
-"""What starts a module of this package. With -m alone, Python would import from the current folder first, which may be
-a downloaded model's."""
+"""The start of a command that runs a module of this package. With -m alone, Python would first import from the current
+folder, which may be a downloaded model's."""
 
 KV_CACHE_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable by which vLLM on a CPU sizes its key-value cache (GiB), whatever its options say."""
 
 
 def engine_environment() -> dict[str, str]:
-    """Return the environment of an engine process; whatever the user set already wins.
+    """Return the environment of an engine process; the user's variables are kept.
 
-    The binding of vLLM's OpenMP threads is left to vLLM, which keeps one core free for its scheduler: on two cores
-    (SmolLM2-135M, bfloat16) giving that core to the threads as well halved generation, 240 against 485 tokens/s,
-    because the scheduler polls; prompt processing went from 4.3 s to 2.9 s. VLLM_CPU_OMP_THREADS_BIND changes it.
+    vLLM binds its OpenMP threads, and keeps one core free for its scheduler, which polls. On two cores (SmolLM2-135M,
+    bfloat16) giving that core to the threads as well halved generation, from 485 to 240 tokens/s; prompt processing
+    went from 4.3 s to 2.9 s. VLLM_CPU_OMP_THREADS_BIND changes it.
     """
     ours = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false", **MALLOC}
     return {**ours, **os.environ}
 
 
 def measured_environment() -> dict[str, str]:
-    """The same for an engine whose cache is sized by an option, which the user's variable would replace."""
+    """Return :func:`engine_environment` without the variable that replaces the option for the size of the cache."""
     return {name: value for name, value in engine_environment().items() if name != KV_CACHE_SPACE}
 
 
 class Engine:
-    """One model loaded by one engine in a child process, kept alive between commands.
+    """One model in one engine in a child process, kept alive between commands.
 
     Use it as a context manager: leaving the block ends the child and everything that it started.
 
     Args:
         engine: vllm, transformers or llamacpp.
-        options: those of :class:`pyprune.serving.speed.worker.VllmRunner`; ``model`` is the checkpoint folder. For
-            llamacpp it may be a GGUF file as well; a folder is written as one, in the format ``quantise`` (default
-            :data:`GGUF_FORMAT`), to a temporary folder that lasts as long as the engine.
+        options: those of :class:`pyprune.serving.speed.worker.VllmRunner`; ``model`` is the checkpoint folder, for
+            llamacpp a GGUF file.
 
     Attributes:
         device: name of the accelerator, None on the CPU.
-        build: what the engine was compiled for, where it says so (llama.cpp: its instruction sets).
+        build: what the engine was compiled for (llama.cpp: its instruction sets); None if unknown.
         load_seconds: from the start of the process until the model was ready.
 
     Raises:
         EngineError: the model did not load.
-        CheckpointError, ConfigError, MissingDependencyError, UnsupportedModelError: the folder cannot be written as
-            GGUF, or the GGUF file is damaged.
     """
 
     def __init__(self, engine: EngineName, options: Mapping[str, Any]) -> None:
         self.engine = engine
         self.model = str(options["model"])
-        self._files = contextlib.ExitStack()
-        if engine == "llamacpp":
-            wanted = options.get("quantise") or GGUF_FORMAT
-            options = {**options, "model": self._files.enter_context(as_gguf(self.model, wanted))}
         started = time.perf_counter()
         self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -168,9 +165,9 @@ class Engine:
         return group_cpu_seconds(self._process.pid)
 
     def peak_memory_bytes(self) -> int:
-        """Return the most memory that the child and its living descendants held at a time, each by itself.
+        """Return the sum of the most memory that the child and each living descendant held.
 
-        Pages that processes share are counted in each of them; 0 without /proc.
+        Shared pages count in each process; 0 without /proc.
         """
         return group_peak_bytes(self._process.pid)
 
@@ -181,7 +178,6 @@ class Engine:
         end_group(self._process, patience=15)
         self._stdout.close()
         self._log.close()
-        self._files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,25 +204,41 @@ class Engine:
             raise self._error(f"failed during {command['op']!r}: {reply['error'].rstrip('.')}")
         return reply
 
-    def _error(self, what: str) -> EngineError:
-        return engine_error(f"The {self.engine} engine for {self.model} {what}", Path(self._log.name))
+    def _error(self, event: str) -> EngineError:
+        return engine_error(f"The {self.engine} engine for {self.model} {event}", Path(self._log.name))
 
 
-def engine_error(what: str, log: Path) -> EngineError:
-    """The error for what happened to a process, with the last lines of its log.
+def let_settle(waiting: int, engine: str = "vllm") -> None:
+    """Wait until vLLM's other engines have come to rest, before a turn is timed.
 
     Args:
-        what: a sentence without its full stop.
+        waiting: the number of other engines or servers.
+        engine: of all of them; only vLLM's poll.
+    """
+    if waiting and engine == "vllm":
+        time.sleep(SETTLE_S)
+
+
+def engine_bytes(engine: EngineName, weights: int, cache: int) -> int:
+    """Predict the memory of an engine in bytes, from the bytes of its weights (loaded twice at its start) and cache."""
+    return PROCESS_BYTES[engine] + 2 * weights + cache
+
+
+def engine_error(event: str, log: Path) -> EngineError:
+    """Return the error for an event in a process, with the last lines of its log.
+
+    Args:
+        event: a sentence without its full stop.
         log: file with everything that the process printed.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     tail = "\n".join(f"    {line}" for line in lines[-LOG_LINES:]) or "    (it wrote nothing)"
-    return EngineError(f"{what}. Its last log lines:\n{tail}")
+    return EngineError(f"{event}. Its last log lines:\n{tail}")
 
 
 @contextlib.contextmanager
 def as_gguf(model: str, quantise: str) -> Iterator[str]:
-    """Give the GGUF file of a model: the file itself, or one that is written (it is said) for as long as it is needed.
+    """Give the GGUF file of a model: the file itself, or a temporary one that is written, which is printed.
 
     Args:
         model: GGUF file, checkpoint folder or hub id.
@@ -252,7 +264,7 @@ def as_gguf(model: str, quantise: str) -> Iterator[str]:
 
 
 def end_group(process: subprocess.Popen[Any], patience: float) -> None:
-    """Wait for a process that was asked to end, then kill what is left of it and of everything that it started.
+    """Wait for a process that was asked to end, then kill it and everything that it started.
 
     Args:
         process: started with ``start_new_session``, so that its group holds nothing else.
@@ -283,7 +295,7 @@ def group_peak_bytes(group: int) -> int:
 
 
 def _processes(group: int) -> Iterator[tuple[Path, list[str]]]:
-    """Folder in /proc of every process of a group, and the fields of its ``stat`` from the state on."""
+    """Yield the folder in /proc of every process of a group, and the fields of its ``stat`` from the state on."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "stat").read_text(errors="replace")  # names are cut at 15 bytes, also inside a character

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,7 @@ from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
-from pyprune.serving.engines import EngineError, vllm_installed
+from pyprune.serving.engines import EngineError, engine_bytes, let_settle, vllm_installed
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
@@ -36,7 +36,7 @@ from pyprune.serving.load.gpus import memory_in_use, visible_gpus
 from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, distrust_warning
+from pyprune.serving.speed.measure import distrust_warning
 from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 from pyprune.serving.vllm.command import servable, serve_command
@@ -44,7 +44,7 @@ from pyprune.serving.vllm.options import context_tokens, given_options, hub_of, 
 from pyprune.serving.widths import token_bytes
 
 CLIENT_BYTES = 2 * 2**30
-"""What the client takes while it runs (vLLM and torch, imported; rounded up)."""
+"""Memory of the client while it runs (vLLM and torch, imported; rounded up)."""
 READ_BYTES = 2**24
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 
@@ -54,8 +54,8 @@ def measure_serving(
 ) -> LoadReport:
     """Serve every model with `vllm serve` and measure it with vLLM's own `vllm bench serve`.
 
-    On a CPU all servers are up at once where memory allows, idle but for the one that is measured; otherwise, and on a
-    GPU always, one at a time, each started when its turn comes. The order of the models is drawn anew for every
+    On a CPU all servers are up at once where memory allows, and all but the measured one are idle. Otherwise, and on a
+    GPU always, one server is up at a time, started when its turn comes. The order of the models is drawn for every
     round and, where all servers are up, for every load of it. Prefix caching is off.
 
     Args:
@@ -78,10 +78,10 @@ def measure_serving(
 
 
 def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> dict[str, Path]:
-    """Refuse what :func:`measure_serving` cannot serve or measure: sizes are read, and nothing else is done.
+    """Refuse what :func:`measure_serving` cannot serve or measure; only sizes are read.
 
     Returns:
-        Name -> folder of what would be served; that of a hub id is what the options say is downloaded.
+        Name -> folder that would be served, downloaded as the options ask for a hub id.
 
     Raises:
         ConfigError, CheckpointError, MissingDependencyError: as there.
@@ -99,31 +99,18 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> dic
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
     longest = max(options.prompts)
     needed = longest + options.new_tokens
-    found = [
+    problems = [
         f"{name} reads at most {model.max_length} tokens, the load needs {needed}; lower prompt_tokens "
         f"({longest}) or new_tokens ({options.new_tokens})."
         for name, model in models.items()
         if model.max_length is not None and model.max_length < needed
     ]
-    # The measurement's own length replaces that of a file of options, which stands before it.
-    given = context_tokens(given_options(options.vllm_args, with_file=False).max_model_len, 0)
-    if 0 < given < needed:
-        found.append(f"--max-model-len in vllm_args is {given}, the load needs {needed}; raise it, or leave it out.")
-    if found:
-        raise ConfigError(found)
-
-
-@dataclass
-class _Seen:
-    """What was seen of a model's servers."""
-
-    load_seconds: tuple[float, ...] = ()
-    compile_seconds: tuple[float, ...] = ()
-    memory: int = 0
-    gpu_memory: int = 0
-    capacity: Capacity | None = None
-    compilation: str | None = None
-    max_model_len: int | None = None
+    # The length of the measurement replaces that of a file of options, which comes first.
+    limit = context_tokens(given_options(options.vllm_args, with_file=False).max_model_len, 0)
+    if 0 < limit < needed:
+        problems.append(f"--max-model-len in vllm_args is {limit}, the load needs {needed}; raise it, or leave it out.")
+    if problems:
+        raise ConfigError(problems)
 
 
 class _Run:
@@ -131,7 +118,9 @@ class _Run:
 
     def __init__(self, models: dict[str, Checkpoint], options: LoadOptions, jsonl: Path | None) -> None:
         self.models, self.options, self.jsonl = models, options, jsonl
-        self.seen = {name: _Seen() for name in models}
+        self.served = {
+            name: ServedModel(str(c.folder), c.architecture, c.parameters, c.bytes) for name, c in models.items()
+        }
         self.turns: list[Turn] = []
         accelerator = accelerator_name()
         self.environment = environment_record(accelerator, server_environment())
@@ -150,13 +139,13 @@ class _Run:
                 self._record(self._turn(pool, repeat, load, name))
 
     def _plan(self) -> Iterator[tuple[int, Load, str]]:
-        """Every turn to take; how many rounds follow depends on the turns before."""
+        """Yield every turn to take; earlier turns decide how many rounds follow."""
         o = self.options
         for repeat in rounds(o.repeats, o.most_repeats, o.precision, self._intervals):
             yield from ((repeat, load, name) for load, name in self._round(repeat))
 
     def _round(self, repeat: int) -> list[tuple[Load, str]]:
-        """Servers that are up side by side take turns under each load; those that are started anew keep theirs."""
+        """Order one round: resident servers take turns under each load, others run all loads at each start."""
         if self.resident:
             return [(load, name) for load in self.options.loads for name in self._drawn(f"{repeat}/{load}")]
         return [(load, name) for name in self._drawn(str(repeat)) for load in self.options.loads]
@@ -174,37 +163,39 @@ class _Run:
 
     def _turn(self, pool: _Pool, repeat: int, load: Load, name: str) -> Turn:
         server, others = pool.server(name)
-        if others:
-            time.sleep(SETTLE_S)
+        let_settle(len(others))
         before, started = sum(other.cpu_seconds() for other in others), time.perf_counter()
         with EnergyMeter(self.counters) as meter:
-            found = self._measured(server, load, repeat)
-        seen = self.seen[name]
-        seen.memory = max(seen.memory, server.peak_memory_bytes())
-        seen.gpu_memory = max(seen.gpu_memory, pool.gpu_memory())
+            result = self._measure(server, load, repeat)
+        model = self.served[name]
+        self.served[name] = replace(
+            model,
+            memory=max(model.memory or 0, server.peak_memory_bytes()) or None,
+            gpu_memory=max(model.gpu_memory or 0, pool.gpu_memory()) or None,
+        )
         return read_turn(
-            found,
+            result,
             model=name,
             load=str(load),
             repeat=repeat,
             order=len(self.turns),
             client_seconds=time.perf_counter() - started,
             idle_cpu_seconds=sum(other.cpu_seconds() for other in others) - before,
-            joules=meter.joules(*span) if (span := measured_span(found)) else None,
+            joules=meter.joules(*span) if (span := measured_span(result)) else None,
         )
 
-    def _measured(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
+    def _measure(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
         with TemporaryDirectory(prefix="pyprune-bench-") as folder:
             command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
             try:
-                found = run_client(command, Path(folder), patience_with(load, self.options), server.tokens)
+                result = run_client(command, Path(folder), patience_with(load, self.options), server.tokens)
             except EngineError:
                 server.check()  # a server that has ended says more than the client
                 raise
         server.check()
-        if reason := counting_obstacle(found, self.options.new_tokens):
+        if reason := counting_obstacle(result, self.options.new_tokens):
             raise server.error(f"{server.model}: {reason}")
-        return found
+        return result
 
     def _record(self, turn: Turn) -> None:
         self.turns.append(turn)
@@ -215,52 +206,41 @@ class _Run:
             "engine": "vllm serve",
             **asdict(turn),
             "tokens_per_second": turn.tokens_per_second,
-            "checkpoint": asdict(self.served(turn.model)),
+            "checkpoint": asdict(self.served[turn.model]),
             "options": self.options.to_dict(),
             "resident": self.resident,
             "environment": self.environment,
         }
         append_jsonl(self.jsonl, [record])
 
-    def started(self, name: str, server: Server) -> None:
-        """Keep what a server that has just come up says about itself."""
-        seen, facts = self.seen[name], server.facts
-        seen.load_seconds += (server.load_seconds,)
-        if facts.compile_seconds is not None:
-            seen.compile_seconds += (facts.compile_seconds,)
-        seen.compilation = facts.compilation
-        seen.max_model_len = facts.max_model_len or self.max_model_len(name)
-        # What a rank of several has of a token is vLLM's to say.
+    def add_start(self, name: str, server: Server) -> None:
+        """Keep the facts that a server reports after its start."""
+        model, facts = self.served[name], server.facts
+        # Only vLLM knows which part of a token one of several ranks holds.
         size = token_bytes(self.models[name].config, self.options.dtype) if self.ranks == 1 else 0
         reported = facts.sequences and facts.sequences * self.engines
+        capacity = model.capacity
         if facts.block_tokens and facts.context and (size or reported):
-            seen.capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, reported)
-
-    def served(self, name: str) -> ServedModel:
-        """A model of the report, with what is known of it so far."""
-        c, seen = self.models[name], self.seen[name]
-        sizes = ServedModel(str(c.folder), c.architecture, c.parameters, c.bytes)
-        return replace(
-            sizes,
-            load_seconds=seen.load_seconds,
-            compile_seconds=seen.compile_seconds,
-            memory=seen.memory or None,
-            gpu_memory=seen.gpu_memory or None,
-            capacity=seen.capacity,
-            compilation=seen.compilation,
-            max_model_len=seen.max_model_len,
+            capacity = Capacity(size, facts.block_tokens, self.options.kv_bytes, facts.context, reported)
+        self.served[name] = replace(
+            model,
+            load_seconds=(*model.load_seconds, server.load_seconds),
+            compile_seconds=(*model.compile_seconds, *(s for s in [facts.compile_seconds] if s is not None)),
+            compilation=facts.compilation,
+            max_model_len=facts.max_model_len or self.max_model_len(name),
+            capacity=capacity,
         )
 
     def max_model_len(self, name: str) -> int:
-        """Tokens of the longest sequence that a model's server is told to take: what the loads need of it."""
+        """Return the tokens of the longest sequence of a model's server: what the loads need, or the model's limit."""
         return min(self.options.longest, self.models[name].max_length or self.options.longest)
 
     def server_command(self, name: str, server: str) -> list[str]:
-        """The command line of a model's server, up to its address.
+        """Return the command line of a model's server, up to its address.
 
         Args:
             name: of the model.
-            server: the name by which its processes know that the folder was verified here, before their time counts.
+            server: name that tells its processes that the folder was verified here, before their time counts.
         """
         o, checkpoint = self.options, self.models[name]
         options: dict[str, Any] = {
@@ -275,15 +255,12 @@ class _Run:
 
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
-        note = (
-            distrust_warning(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers") or None
-        )
-        models = {name: self.served(name) for name in self.models}
+        note = distrust_warning(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers")
         counters = tuple(counter.name for counter in self.counters)
-        return LoadReport(self.options, models, tuple(self.turns), self.resident, note, self.environment, counters)
+        return LoadReport(self.options, self.served, tuple(self.turns), self.resident, note, self.environment, counters)
 
     def _fits(self) -> bool:
-        each = self.ranks * (PROCESS_BYTES["vllm"] + self.options.kv_bytes)
+        each = self.ranks * engine_bytes("vllm", 0, self.options.kv_bytes)
         return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_memory()
 
 
@@ -308,16 +285,16 @@ class _Pool:
                 server.close()
 
     def server(self, name: str) -> tuple[Server, list[Server]]:
-        """The server of a model, started if it is not up, and the others that are."""
+        """Return the server of a model, started if necessary, and the others that are up."""
         if name not in self._servers:
             for missing in self._run.models if self._run.resident else [name]:
                 self._start(missing)
         return self._servers[name], [server for other, server in self._servers.items() if other != name]
 
     def gpu_memory(self) -> int:
-        """Bytes of its GPUs that the server which is up has taken since its start; 0 where no GPU tells.
+        """Return the bytes of GPU memory that the server has taken since its start; 0 where no GPU reports it.
 
-        vLLM's processes give nothing back to the GPU, so that what is in use after a turn is the most that was.
+        vLLM's processes return no GPU memory, so that the memory in use after a turn is the peak.
         """
         now, before = memory_in_use(self._run.gpus), self._others_gpu_memory
         return 0 if now is None or before is None else max(0, now - before)
@@ -334,11 +311,11 @@ class _Pool:
         environment = {**server_environment(), SERVER: verified_by}
         server = Server(command, str(checkpoint.folder), environment=environment)
         self._servers[name] = server
-        self._run.started(name, server)
+        self._run.add_start(name, server)
 
 
 def read_once(checkpoint: Checkpoint) -> None:
-    """Read the weight files through where verification has not, which needs a record: no colder start than others."""
+    """Read the weight files unless verification, which needs a record, reads them: every start finds them cached."""
     if has_record(checkpoint.folder) and is_wanted():
         return
     for path in weight_files(checkpoint.folder):
@@ -348,9 +325,9 @@ def read_once(checkpoint: Checkpoint) -> None:
 
 
 def accelerator_name() -> str | None:
-    """Name of the GPU that vLLM will use, None for the CPU; asks no library that would take some of its memory.
+    """Return the name of the GPU that vLLM will use, None for the CPU, without a library that would take its memory.
 
-    Of a machine with several kinds it names all of them: which one CUDA_VISIBLE_DEVICES means, only CUDA could say.
+    On a machine with several kinds it names all of them: only CUDA knows which one CUDA_VISIBLE_DEVICES means.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""How fast a pruned model is compared with its dense one: interleaved turns, warmed up, every sample kept.
+"""Compare the speed of a pruned model with its dense one: interleaved turns after a warm-up, every sample kept.
 
 Two columns, as in the papers (after Song et al., 2024): token generation (a batch of prompts, a fixed number of new
 tokens each, in tokens/s) and prompt processing (one long prompt, one new token, latency in ms).
@@ -6,7 +6,6 @@ tokens each, in tokens/s) and prompt processing (one long prompt, one new token,
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,16 @@ from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import append_jsonl
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf, refuse_unread_sizes
-from pyprune.serving.engines import GGUF_FORMAT, Engine, EngineName, as_gguf, choose_engine, measured_environment
+from pyprune.serving.engines import (
+    GGUF_FORMAT,
+    Engine,
+    EngineName,
+    as_gguf,
+    choose_engine,
+    engine_bytes,
+    let_settle,
+    measured_environment,
+)
 from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.speed.results import (
     COLUMNS,
@@ -36,8 +44,6 @@ from pyprune.serving.stats import environment_record, median
 from pyprune.serving.widths import KV_BLOCK_TOKENS, head_channels
 
 DTYPE = Workload.dtype
-SETTLE_S = 1.5
-"""vLLM's workers poll for one second after their last request; the next engine's turn starts after that."""
 IDLE_SHARE = 0.05
 """Share of a turn's wall time in CPU time of the waiting engines above which the report warns."""
 
@@ -107,11 +113,11 @@ def measure(
     if prompt_tokens is None and workload.prompt_tokens != Workload.prompt_tokens:
         say(f"The prompt has {workload.prompt_tokens} tokens: the models read no more with the one that is generated.")
     with ExitStack() as files:
-        given = {
+        opened = {
             name: _open(chosen, source, (gguf_files or {}).get(name), quantise or GGUF_FORMAT, files)
             for name, source in models.items()
         }
-        run = _Run(chosen, workload, given, jsonl)
+        run = _Run(chosen, workload, opened, jsonl)
         run.take()
         return run.report(note)
 
@@ -124,7 +130,7 @@ def workload_of(
     prompt_tokens: int | None = None,
     **options: Any,
 ) -> Workload:
-    """What is timed, once it is known that these models can be: their sizes are read, and nothing else is done.
+    """Return what is timed, after checking that these models can be; only their sizes are read.
 
     Args:
         models: as in :func:`measure`, like ``engine``, ``quantise`` and ``prompt_tokens``.
@@ -150,20 +156,20 @@ def workload_of(
 def _max_length(engine: EngineName, source: str | Path) -> int | None:
     if engine == "llamacpp" and is_gguf(source):
         return read_gguf(Path(source)).max_length
-    found = read_checkpoint(source, verify=False)
-    if engine == "llamacpp":  # for which it is written as a file first, from what pyprune reads
+    checkpoint = read_checkpoint(source, verify=False)
+    if engine == "llamacpp":  # the length in the file that will be written
         from pyprune.serving.gguf.layout import open_model
         from pyprune.serving.gguf.metadata import context_length
 
-        model = open_model(found.folder)
+        model = open_model(checkpoint.folder)
         return context_length(model.config, model.form)[0]
-    refuse_unread_sizes(found, source)
-    return found.max_length
+    refuse_unread_sizes(checkpoint, source)
+    return checkpoint.max_length
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A model to measure: what was named, and what the engine loads."""
+class _Source:
+    """A model to measure: the source that was named, and the checkpoint that the engine loads."""
 
     source: Path
     checkpoint: Checkpoint
@@ -180,33 +186,32 @@ def _check_format(engine: EngineName, dtype: str, quantise: str | None) -> None:
         check_gguf_format(quantise or GGUF_FORMAT)
 
 
-def _open(engine: EngineName, source: str | Path, written: str | None, quantise: str, files: ExitStack) -> _Given:
-    """Read a model's sizes; for llama.cpp, of its GGUF file, which a folder without one is written to first."""
+def _open(engine: EngineName, source: str | Path, written: str | None, quantise: str, files: ExitStack) -> _Source:
+    """Read a model's sizes; for llama.cpp those of its GGUF file, which is written first if it does not exist."""
+    if engine == "llamacpp" and is_gguf(source):
+        return _Source(Path(source), read_gguf(Path(source)))
+    checkpoint = read_checkpoint(source)
     if engine != "llamacpp":
-        found = read_checkpoint(source)
-        return _Given(found.folder, found)
-    if is_gguf(source):
-        return _Given(Path(source), read_gguf(Path(source)))
-    found = read_checkpoint(source)
+        return _Source(checkpoint.folder, checkpoint)
     file = written or files.enter_context(as_gguf(str(source), quantise))
-    return _Given(found.folder, replace(read_gguf(Path(file)), parameters=found.parameters))
+    return _Source(checkpoint.folder, replace(read_gguf(Path(file)), parameters=checkpoint.parameters))
 
 
 def _check_lengths(limits: Mapping[str, int | None], workload: Workload) -> None:
-    found = [
+    problems = [
         f"{name} reads at most {limit} tokens, the workload needs {workload.max_length}; lower prompt_tokens "
         f"({workload.prompt_tokens}) or new_tokens ({workload.new_tokens})."
         for name, limit in limits.items()
         if limit is not None and limit < workload.max_length
     ]
-    if found:
-        raise ConfigError(found)
+    if problems:
+        raise ConfigError(problems)
 
 
 class _Run:
     """State of one measurement: the engines, the samples so far and where they are written."""
 
-    def __init__(self, engine: EngineName, workload: Workload, models: dict[str, _Given], jsonl: Path | None) -> None:
+    def __init__(self, engine: EngineName, workload: Workload, models: dict[str, _Source], jsonl: Path | None) -> None:
         self.engine = engine
         self.workload = workload
         self.models = models
@@ -226,7 +231,7 @@ class _Run:
                 self._record(self._turn(pool, column, repeat, name))
 
     def _turns(self) -> Iterator[tuple[Column, int, str]]:
-        """Every turn to take; how many follow depends on the samples of those before."""
+        """Yield every turn to take; earlier samples decide how many follow."""
         w = self.workload
         for column in COLUMNS:
             for repeat in rounds(w.repeats, w.most_repeats, w.precision, partial(self._intervals, column)):
@@ -257,38 +262,36 @@ class _Run:
             "engine": self.engine,
             **asdict(sample),
             "tokens_per_second": sample.tokens_per_second,
-            "checkpoint": self._measured(sample.model),
+            "checkpoint": asdict(self._model(sample.model)),
             "workload": asdict(self.workload),
             "environment": self.environment,
         }
         append_jsonl(self.jsonl, [record])
 
-    def _measured(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> MeasuredModel:
         model = self.models[name]
         c, loads = model.checkpoint, self.load_seconds[name]
         sizes = (c.architecture, c.parameters, c.bytes, c.format or self.workload.dtype)
-        return asdict(
-            MeasuredModel(str(model.source), *sizes, median(loads) if loads else None, self.memory.get(name) or None)
-        )
+        return MeasuredModel(str(model.source), *sizes, median(loads) if loads else None, self.memory.get(name) or None)
 
     def report(self, note: str | None) -> SpeedReport:
         """Return the report, with a warning when a waiting engine was not idle."""
         warning = distrust_warning(max(s.idle_cpu_seconds / s.seconds for s in self.samples), "engines")
         if warning:
             note = f"{note} {warning}" if note else warning
-        models = {name: MeasuredModel(**self._measured(name)) for name in self.models}
+        models = {name: self._model(name) for name in self.models}
         return SpeedReport(self.engine, note, self.workload, models, tuple(self.samples), self.environment)
 
 
-def distrust_warning(busy: float, what: str) -> str:
-    """The warning where those that waited were not idle; empty where they were.
+def distrust_warning(busy: float, what: str) -> str | None:
+    """Return the warning where those that waited were not idle; None where they were.
 
     Args:
         busy: CPU seconds of the others for each second of a turn, at most.
         what: waits, in the plural.
     """
     if busy <= IDLE_SHARE:
-        return ""
+        return None
     return f"Waiting {what} used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
 
 
@@ -318,10 +321,9 @@ class _Pool:
 
     @contextmanager
     def awake(self, name: str) -> Iterator[tuple[Engine, list[Engine]]]:
-        """Give the warmed engine of ``name`` and the others, which have come to rest."""
+        """Give the warmed engine of ``name`` and the others, which are idle."""
         if self._resident:
-            if self._run.engine == "vllm" and len(self._engines) > 1:
-                time.sleep(SETTLE_S)
+            let_settle(len(self._engines) - 1, self._run.engine)
             yield self._engines[name], [e for n, e in self._engines.items() if n != name]
             return
         engine = self._start(name)
@@ -332,7 +334,16 @@ class _Pool:
 
     def _start(self, name: str) -> Engine:
         workload = self._run.workload
-        engine = Engine(self._run.engine, _options(self._run.models[name].checkpoint, workload))
+        checkpoint = self._run.models[name].checkpoint
+        options = {
+            "model": str(checkpoint.folder),
+            "dtype": workload.dtype,
+            "seed": workload.seed,
+            "max_length": workload.max_length,
+            "max_sequences": workload.batch_size,
+            "kv_cache_bytes": kv_cache_bytes(checkpoint.config, workload),
+        }
+        engine = Engine(self._run.engine, options)
         self._run.load_seconds[name].append(engine.load_seconds)
         try:
             for column in COLUMNS:
@@ -348,18 +359,6 @@ class _Pool:
         return engine
 
 
-def _options(checkpoint: Checkpoint, workload: Workload) -> dict[str, Any]:
-    return {
-        "model": str(checkpoint.folder),
-        "dtype": workload.dtype,
-        "seed": workload.seed,
-        "max_length": workload.max_length,
-        "max_sequences": workload.batch_size,
-        "max_batched_tokens": max(workload.max_length, workload.batch_size * SHORT_PROMPT_TOKENS),
-        "kv_cache_bytes": kv_cache_bytes(checkpoint.config, workload),
-    }
-
-
 def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
     """Return the bytes of key-value cache that hold the whole workload, with a quarter to spare.
 
@@ -373,7 +372,7 @@ def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
 
 
 def sequence_bytes(config: Mapping[str, Any], sequences: int, tokens: int, dtype: str) -> int:
-    """Return the bytes of key-value cache that hold so many sequences of a length, with a quarter to spare.
+    """Return the bytes of key-value cache that hold a number of sequences of a length, with a quarter to spare.
 
     Args:
         config: see :func:`kv_cache_bytes`.
@@ -388,21 +387,17 @@ def sequence_bytes(config: Mapping[str, Any], sequences: int, tokens: int, dtype
     return max(64 * 2**20, int(1.25 * needed * KV_BLOCK_TOKENS * token_bytes))
 
 
-PROCESS_BYTES = {"vllm": 3 * 2**30, "transformers": 3 * 2**30, "llamacpp": 2**29}
-"""What an engine's processes take in addition to weights and cache (measured on the CPU, rounded up)."""
-
-
 def fills_gpu(engine: EngineName) -> bool:
-    """Whether an engine runs on a GPU here: of which vLLM takes its share, needed or not, so that only one fits."""
+    """Check whether an engine runs on a GPU here. vLLM always takes its share of one, so that only one engine fits."""
     import torch
 
     return engine != "llamacpp" and torch.cuda.is_available()
 
 
 def _fits(run: _Run) -> bool:
-    """Whether all engines may be loaded at once."""
+    """Check whether all engines may be loaded at once."""
     if fills_gpu(run.engine):
         return False
-    found = [model.checkpoint for model in run.models.values()]
-    process = PROCESS_BYTES[run.engine]
-    return sum(process + 2 * c.bytes + kv_cache_bytes(c.config, run.workload) for c in found) < available_memory()
+    checkpoints = [model.checkpoint for model in run.models.values()]
+    needs = (engine_bytes(run.engine, c.bytes, kv_cache_bytes(c.config, run.workload)) for c in checkpoints)
+    return sum(needs) < available_memory()

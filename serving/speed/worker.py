@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from pyprune.errors import PypruneError
+from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS
 
 
 class Runner(ABC):
-    """What a loaded engine can do.
+    """A loaded engine.
 
     Attributes:
         device: name of the accelerator, None on the CPU.
-        build: what the engine was compiled for, where it says so.
+        build: what the engine was compiled for; None if unknown.
     """
 
     device: str | None
     build: str | None = None
 
     def prepare(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:  # noqa: B027
-        """Do what :meth:`generate` needs once for requests of this size, which is not timed."""
+        """Prepare :meth:`generate` for requests of this size; not timed."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> int:
@@ -44,12 +45,12 @@ class VllmRunner(Runner):
         import torch
 
         accelerator = torch.cuda.is_available()
-        if not accelerator:  # this process is the engine's own: a second one would import torch and vLLM once more
+        if not accelerator:  # a second process would import torch and vLLM once more
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
         self.device: str | None = torch.cuda.get_device_name(0) if accelerator else None
-        eager = options.get("eager")  # None = as one would run it: compiled on an accelerator
+        eager = options.get("eager")  # None = compiled on an accelerator
         self._llm = LLM(
             model=options["model"],
             dtype=options["dtype"],
@@ -59,7 +60,7 @@ class VllmRunner(Runner):
             enable_prefix_caching=False,
             max_model_len=options["max_length"],
             max_num_seqs=options["max_sequences"],
-            max_num_batched_tokens=options["max_batched_tokens"],
+            max_num_batched_tokens=max(options["max_length"], options["max_sequences"] * SHORT_PROMPT_TOKENS),
             kv_cache_memory_bytes=options["kv_cache_bytes"],
             disable_log_stats=True,
         )
@@ -121,11 +122,11 @@ class TransformersRunner(Runner):
 class LlamaCppRunner(Runner):
     """Greedy generation through llama.cpp's server: token ids, no prompt cache, no end of sentence.
 
-    One prompt goes to a server with a single slot of ``max_length`` tokens, which is loaded at once; several go to one
-    with a slot for each, ``max_sequences`` at most, loaded when they come and again when it has too few slots or too
-    short ones. llama.cpp divides its cache among the slots, so one server for all would hold ``max_sequences`` x
-    ``max_length`` tokens. The second shares the mapped file with the first, but not the weights that llama.cpp
-    rearranges for its CPU kernels.
+    One prompt is sent to a server with a single slot of ``max_length`` tokens, which is loaded at once. Several are
+    sent to one with a slot for each, ``max_sequences`` at most. It is loaded when they come, and again when it has too
+    few slots or too short ones. llama.cpp divides its cache among the slots: one server for all would hold
+    ``max_sequences`` x ``max_length`` tokens. The second shares the mapped file with the first, but not the weights
+    that llama.cpp rearranges for its CPU kernels.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -162,7 +163,7 @@ SLOT_STEP = 256
 
 
 def _llama_cpp_device() -> tuple[str | None, str]:
-    """(name of the first accelerator or None, what llama.cpp was built for)."""
+    """Return (name of the first accelerator or None, the instruction sets that llama.cpp was built for)."""
     import xllamacpp
 
     cpu = xllamacpp.ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
@@ -180,7 +181,7 @@ RUNNERS: dict[str, Callable[[Mapping[str, Any]], Runner]] = {
 def main() -> None:
     """Answer commands until stdin closes: load, generate, quit."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever the libraries print must not be taken for a reply
+    os.dup2(2, 1)  # prints of libraries must not be read as a reply
     runner: Runner | None = None
     for line in sys.stdin:
         command = json.loads(line)
@@ -191,17 +192,17 @@ def main() -> None:
                 runner = RUNNERS[command["engine"]](command)
                 _reply(replies, device=runner.device, build=runner.build)
             else:
-                _timed(replies, runner, command)
-        except PypruneError as error:  # says by itself what was wrong; what the engine printed before it is kept
+                _time_request(replies, runner, command)
+        except PypruneError as error:  # its message is complete; the log before it is kept
             _reply(replies, error=str(error))
-        except Exception as error:  # the parent turns it into an error of its own, with the log's tail
+        except Exception as error:  # the parent raises an error with it and the log's tail
             import traceback
 
             traceback.print_exc()
             _reply(replies, error=f"{type(error).__name__}: {error}")
 
 
-def _timed(replies: TextIO, runner: Runner | None, command: Mapping[str, Any]) -> None:
+def _time_request(replies: TextIO, runner: Runner | None, command: Mapping[str, Any]) -> None:
     if runner is None:
         raise RuntimeError("generate was requested before load")
     runner.prepare(command["prompts"], command["new_tokens"])

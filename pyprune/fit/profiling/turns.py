@@ -15,8 +15,8 @@ from pyprune.fit.profiling.probes import Model
 from pyprune.fit.quantities import Quantity
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import say, time_left, track
-from pyprune.serving.engines import Engine, EngineName
-from pyprune.serving.speed.measure import PROCESS_BYTES, SETTLE_S, fills_gpu, sequence_bytes
+from pyprune.serving.engines import Engine, EngineName, engine_bytes, let_settle
+from pyprune.serving.speed.measure import fills_gpu, sequence_bytes
 from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS, Workload
 
 Enough = Callable[[Sequence[Timing]], bool]
@@ -75,8 +75,7 @@ class EngineGroup:
 
     def turn(self, name: str, quantity: Quantity, repeat: int, group: int) -> Timing:
         """Time one request of a model."""
-        if self.engine == "vllm" and len(self.engines) > 1:
-            time.sleep(SETTLE_S)
+        let_settle(len(self.engines) - 1, self.engine)
         start = time.perf_counter() - self.began
         seconds, _ = self.engines[name].generate(self._prompts(quantity, repeat), _new_tokens(quantity))
         return Timing(name, quantity, group, start, seconds)
@@ -196,16 +195,13 @@ class EngineGroup:
         self.close()
 
     def _start(self, model: Path, config: Mapping[str, Any]) -> Engine:
-        longest = max(longest_sequence(q) for q in self.quantities)
-        batch = max(q.batch for q in self.quantities)
         options = {
             "model": str(model),
             "dtype": self.dtype,
             "seed": self.seed,
             "eager": self.eager,
-            "max_length": longest,
-            "max_sequences": batch,
-            "max_batched_tokens": max(longest, batch * SHORT_PROMPT_TOKENS),
+            "max_length": max(longest_sequence(q) for q in self.quantities),
+            "max_sequences": max(q.batch for q in self.quantities),
             "kv_cache_bytes": cache_bytes(config, self.quantities, self.dtype),
         }
         return Engine(self.engine, options)
@@ -246,8 +242,7 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
     """
     if fills_gpu(engine):
         return 1
-    need = PROCESS_BYTES[engine] + 2 * weight_bytes + cache
-    return max(1, int(MEMORY_SHARE * available_memory() // need))
+    return max(1, int(MEMORY_SHARE * available_memory() // engine_bytes(engine, weight_bytes, cache)))
 
 
 def longest_sequence(quantity: Quantity) -> int:

@@ -221,7 +221,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins of engines, none of which has been started, on a machine whose rates are soon measured."""
     _Engine.options = []
     monkeypatch.setattr(turns, "Engine", _Engine)
-    monkeypatch.setattr(turns, "SETTLE_S", 0.0)
+    monkeypatch.setattr("pyprune.serving.engines.SETTLE_S", 0.0)
     monkeypatch.setattr("bench.serving.serving_card_ideal.RATE_BYTES", 2**16)
     monkeypatch.setattr(serving_card, "GENERATION", Quantity("generation", 5, 2))
 

@@ -445,7 +445,7 @@ def fake(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> FakeServe
     servers = FakeServers(folders)
     monkeypatch.setattr(load_run, "Server", servers.server)
     monkeypatch.setattr(load_run, "run_client", servers.client)
-    monkeypatch.setattr(load_run, "SETTLE_S", 0.0)
+    monkeypatch.setattr("pyprune.serving.engines.SETTLE_S", 0.0)
     monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
     monkeypatch.setattr(load_run, "available_memory", lambda: 2**60)
     return servers

@@ -14,7 +14,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError,
 from pyprune.plan import PrunePlan
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint, read_gguf
-from pyprune.serving.engines import Engine, EngineError, choose_engine
+from pyprune.serving.engines import Engine, EngineError, as_gguf, choose_engine
 from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.write import export_gguf
 from pyprune.serving.speed.measure import measure, workload_of
@@ -94,26 +94,25 @@ def test_the_table_has_what_a_device_asks_for(report: SpeedReport) -> None:
     assert ", q8_0, f32, " in conditions(report)
 
 
-def options(model: Path, **others: Any) -> dict[str, Any]:
-    common = {"dtype": "bfloat16", "seed": 0, "max_batched_tokens": 64, "kv_cache_bytes": 1 << 20}
-    return {**common, "model": str(model), "max_length": 64, "max_sequences": 4, **others}
+def options(model: Path) -> dict[str, Any]:
+    common = {"dtype": "bfloat16", "seed": 0, "kv_cache_bytes": 1 << 20}
+    return {**common, "model": str(model), "max_length": 64, "max_sequences": 4}
 
 
-def test_an_engine_takes_a_folder_or_a_file(folder: Path) -> None:
-    for model in (folder / "pruned" / "model", folder / "pruned" / "model.gguf"):
-        with Engine("llamacpp", options(model, quantise="f16")) as engine:
-            assert engine.load_seconds > 0
-            assert engine.generate([[5, 6], [7]], 3)[1] == 6
-            assert engine.generate([[5] * 60], 1)[1] == 1, "one prompt may be as long as max_length"
-            assert engine.generate([[5] * 300] * 6, 9)[1] == 54, "longer than any before, and more than there are slots"
-            assert engine.generate([[8]], 2)[1] == 2
+def test_an_engine_answers_prompts_of_any_number_and_length(folder: Path) -> None:
+    with Engine("llamacpp", options(folder / "pruned" / "model.gguf")) as engine:
+        assert engine.load_seconds > 0
+        assert engine.generate([[5, 6], [7]], 3)[1] == 6
+        assert engine.generate([[5] * 60], 1)[1] == 1, "one prompt may be as long as max_length"
+        assert engine.generate([[5] * 300] * 6, 9)[1] == 54, "longer than any before, and more than there are slots"
+        assert engine.generate([[8]], 2)[1] == 2
 
 
-def test_a_temporary_file_lasts_as_long_as_its_engine(
+def test_a_temporary_file_lasts_as_long_as_it_is_needed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines.tempfile, "tempdir", str(tmp_path))
-    with Engine("llamacpp", options(folder / "dense" / "model")):
+    with as_gguf(str(folder / "dense" / "model"), "f16"):
         assert [path.name for path in tmp_path.rglob("*.gguf")] == ["model.gguf"]
     assert not list(tmp_path.rglob("*.gguf"))
 
@@ -145,8 +144,8 @@ def test_a_truncated_file_is_refused_before_anything_runs(folder: Path, tmp_path
         (tmp_path / "part.gguf").write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"part\.gguf could not be read as GGUF"):
             measure({"part": tmp_path / "part.gguf"}, engine="llamacpp", **SIZES)
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
-        Engine("llamacpp", options(tmp_path / "part.gguf"))
+    with pytest.raises(CheckpointError, match="truncated or damaged"), as_gguf(str(tmp_path / "part.gguf"), "f16"):
+        pass
     message = refused("bench", tmp_path / "part.gguf", "--against", folder / "dense" / "model", "--engine", "llamacpp")
     assert "could not be read as GGUF" in message
 

@@ -283,9 +283,7 @@ def test_vllm_on_a_cpu_runs_in_the_process_that_was_started_for_it(monkeypatch: 
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=llm))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    options = dict.fromkeys(
-        ("model", "dtype", "seed", "max_length", "max_sequences", "max_batched_tokens", "kv_cache_bytes")
-    )
+    options = dict.fromkeys(("model", "dtype", "seed", "kv_cache_bytes")) | {"max_length": 99, "max_sequences": 4}
     for before, expected in (("1", "1"), (None, "0")):  # what somebody set stays
         monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", before or "")
         if before is None:
@@ -293,6 +291,7 @@ def test_vllm_on_a_cpu_runs_in_the_process_that_was_started_for_it(monkeypatch: 
         VllmRunner(options)
         assert seen["processes"] == expected
         assert seen["enforce_eager"]
+        assert seen["max_num_batched_tokens"] == 99
 
 
 def test_vllm_by_name_needs_vllm(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
