@@ -24,7 +24,7 @@ from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.families.scale import stream_factor, width_factor
-from pyprune.modeling.shapes import model_of_shapes, uninitialised
+from pyprune.modeling.shapes import model_of_shapes, uninitialised_model
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
 
@@ -191,7 +191,7 @@ def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
 def _empty_model(config: PretrainedConfig, like: PreTrainedModel) -> PreTrainedModel:
     """Build the target without initialising weights."""
     with torch.device(like.device):
-        model = uninitialised(config, like.dtype, attn_implementation=like.config._attn_implementation)
+        model = uninitialised_model(config, like.dtype, attn_implementation=like.config._attn_implementation)
     model.train(like.training)
     model.generation_config = copy.deepcopy(like.generation_config)
     return model

@@ -22,7 +22,7 @@ from pyprune.errors import PlanError
 from pyprune.families import decoder_layers
 from pyprune.families.base import Block, Row, kept_positions
 from pyprune.families.scale import stream_scale, width_factor
-from pyprune.modeling.shapes import uninitialised
+from pyprune.modeling.shapes import uninitialised_model
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.streams import LayerRunner, Part
 
@@ -173,7 +173,7 @@ class CopiedLayers(CutSide):
         self._tied = bool(config.tie_word_embeddings)
         with torch.device("meta"):
             target = choose_target(self.family, config, plan).config
-            empty = uninitialised(target, dense.model.dtype, attn_implementation=config._attn_implementation)
+            empty = uninitialised_model(target, dense.model.dtype, attn_implementation=config._attn_implementation)
         self._empty = decoder_layers(empty.eval())
 
     def begin(self, chunk: Chunk) -> Tensor:

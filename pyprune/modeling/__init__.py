@@ -3,8 +3,8 @@
 import pyprune.modeling
 model = AutoModelForCausalLM.from_pretrained("pruned/")
 
-The configurations are made at once, the models when they are first asked for: a serving engine imports this in all of
-its processes, and the stock models, from which the pruned ones are made, take most of a second to import.
+The configurations are made at once, the models on first use: a serving engine imports this in all of its processes, and
+the stock models, from which the pruned ones are made, take most of a second to import.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LATER = {
     **dict.fromkeys(("PRUNED_MODELS", "PrunedModelMixin"), "models"),
     **{family.pruned_model: "models" for family in all_families().values()},
 }
-"""Name -> the module of this package that has it and is imported when the name is first asked for."""
+"""Name -> the module of this package that has it and is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
@@ -51,9 +51,9 @@ def __getattr__(name: str) -> Any:
 
 
 class _OnFirstUse(type):
-    """A class that stands for a pruned model until more than its configuration class is wanted of it.
+    """A class that stands for a pruned model until more than its configuration class is used.
 
-    What is asked of it is answered by the model, which takes its place with the Auto class when it is made.
+    The model answers for it, and takes its place in the Auto class once it is made.
     """
 
     def __getattr__(cls, name: str) -> Any:
@@ -67,7 +67,7 @@ class _OnFirstUse(type):
 
 
 def _register() -> None:
-    """Tell the Auto classes about every pruned architecture."""
+    """Register every pruned architecture with the Auto classes."""
     for family in all_families().values():
         if not family.classes.model.startswith("transformers:"):
             resolve(family.classes.model)  # a package registers its own classes when this is imported

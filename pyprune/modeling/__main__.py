@@ -1,6 +1,6 @@
 """``python -m pyprune.modeling PROGRAM ARGS...``: run a Python program that loads pruned checkpoints by Transformers.
 
-A program that does not import this package says of a pruned architecture that Transformers is out of date. For example:
+A program that does not import this package reports Transformers as out of date for a pruned architecture. For example:
 python -m pyprune.modeling lm_eval --model hf --model_args pretrained=pruned/ --tasks piqa
 """
 

@@ -17,21 +17,21 @@ from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
-from pyprune.families import Family, all_families, resolve
+from pyprune.families import Family, all_families, dense_family, resolve
 
 PREFIX = "pruned_"
 
 
 class PrunedConfigMixin:
-    """What every pruned configuration adds to its stock one.
+    """The fields and checks that a pruned configuration adds to its stock one.
 
     Extra fields:
         per_layer_config: layer index -> the values that differ there (num_attention_heads,
             num_key_value_heads, the FFN width) and ``skip``, a list of "attention" and "mlp".
         head_dim: channels of a head, independent of hidden_size.
         norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
-        output_bias: the output projections of attention and MLP have biases although the stock family has none (bias
-            compensation put them there); absent = as in the stock family.
+        output_bias: the output projections of attention and MLP have biases, from bias compensation, although the stock
+            family has none; absent = as in the stock family.
     """
 
     model_type: ClassVar[str]
@@ -39,7 +39,7 @@ class PrunedConfigMixin:
     @property
     def family(self) -> Family:
         """The family of the dense model."""
-        return all_families()[self.model_type.removeprefix(PREFIX)]
+        return dense_family(cast(PretrainedConfig, self))
 
     def __getattribute__(self, key: str) -> Any:
         """Read global values without Transformers' warning; the reason is stated just below."""
@@ -58,7 +58,7 @@ class PrunedConfigMixin:
         """Check the sizes of every layer (the stock rules about divisibility do not apply here).
 
         Raises:
-            ValueError: the message says which layer and which value. Transformers turns it into its own
+            ValueError: the message names the layer and the value. Transformers turns it into its own
                 validation error when a damaged config.json is read.
         """
         heads, kv_heads = _value(self, "num_attention_heads"), _value(self, "num_key_value_heads", None)
@@ -87,18 +87,18 @@ class PrunedConfigMixin:
         super(PrunedConfigMixin, square).validate_rope()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as the stock configuration's; PEFT asks for it before it looks up what to adapt."""
+        """Return plain data, as the stock configuration does; PEFT calls this before it looks up its modules."""
         _tell_peft()
         return cast(dict[str, Any], super().to_dict())  # type: ignore[misc]
 
     def layer_config(self, index: int) -> PretrainedConfig:
-        """A stock-readable copy of this configuration with layer ``index``'s own sizes."""
+        """Return a stock-readable copy of this configuration with the sizes of layer ``index``."""
         # Without per-layer sizes Transformers hands out the shared configuration itself.
         return cast(PretrainedConfig, copy.copy(self.per_layer_config[index]))
 
 
 def _tell_peft() -> None:
-    """Let PEFT, where it is imported, adapt by default what it adapts of stock types; its tables are by model type."""
+    """Give PEFT, if it is imported, the default modules of stock types for pruned ones, in its tables by model type."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in vars(constants).items() if constants is not None else ():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
@@ -107,18 +107,18 @@ def _tell_peft() -> None:
 
 
 class LayerView:
-    """The shared configuration as the modules of one layer see it: the layer's own sizes, and all else read from it.
+    """The shared configuration as the modules of one layer see it: the layer's sizes, and all else from the shared one.
 
     Some stock modules read sizes from their configuration in every forward pass (Phi-3), not only when they are built.
     A later change of the shared configuration reaches them too.
 
     Args:
         shared: the model's configuration.
-        own: the values that differ in this layer, by name.
+        changed: the values that differ in this layer, by name.
     """
 
-    def __init__(self, shared: PretrainedConfig, own: Mapping[str, Any]) -> None:
-        self.__dict__.update(own, shared=shared)
+    def __init__(self, shared: PretrainedConfig, changed: Mapping[str, Any]) -> None:
+        self.__dict__.update(changed, shared=shared)
 
     def __getattr__(self, name: str) -> Any:
         # Copying and unpickling look for special methods before there is anything to read them from.
@@ -128,13 +128,13 @@ class LayerView:
 
 
 def layer_view(config: PretrainedConfig, index: int) -> Any:
-    """What the modules of layer ``index`` hold as their configuration: the shared one, unless sizes differ there."""
-    own = {name: value for name, value in layer_overrides(config, index).items() if name != "skip"}
-    return LayerView(config, own) if own else config
+    """Return the configuration of layer ``index``'s modules: the shared one, unless its sizes differ."""
+    changed = {name: value for name, value in layer_overrides(config, index).items() if name != "skip"}
+    return LayerView(config, changed) if changed else config
 
 
 def layer_overrides(config: Any, index: int) -> dict[str, Any]:
-    """The overrides of one layer (empty when it has the global sizes)."""
+    """Return the overrides of one layer (empty if it has the global sizes)."""
     spec = config.__dict__.get("_heterogeneity_spec")
     return dict(spec.per_layer_overrides.get(index, {})) if spec is not None else {}
 
@@ -143,8 +143,8 @@ def _value(config: Any, name: str, *default: Any) -> Any:
     return config._getattr_without_heterogeneous_validation(name, *default)
 
 
-def _made(family: Family) -> Any:
-    """The pruned configuration class of one family."""
+def _make_config_class(family: Family) -> Any:
+    """Make the pruned configuration class of one family."""
     stock = resolve(family.classes.config)
     facts = {
         "__module__": __name__,
@@ -154,12 +154,12 @@ def _made(family: Family) -> Any:
     return strict(type(family.pruned_config, (PrunedConfigMixin, stock), facts))
 
 
-PRUNED_CONFIGS: dict[str, Any] = {family.model_type: _made(family) for family in all_families().values()}
+PRUNED_CONFIGS: dict[str, Any] = {family.model_type: _make_config_class(family) for family in all_families().values()}
 globals().update({cls.__name__: cls for cls in PRUNED_CONFIGS.values()})
 
 
 def has_sizes_per_layer(values: Any) -> bool:
-    """Whether config.json (plain data) names a stock architecture with sizes per layer in Transformers' notation.
+    """Check whether config.json (plain data) gives a stock architecture sizes per layer in Transformers' notation.
 
     Transformers reads such a configuration, but builds no model of it; the pruned architecture does.
     """
@@ -167,25 +167,25 @@ def has_sizes_per_layer(values: Any) -> bool:
 
 
 def config_with_sizes_per_layer(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The pruned configuration of a folder that another program wrote with ``per_layer_config`` alone.
+    """Make the pruned configuration of a folder that another program wrote with ``per_layer_config`` alone.
 
     Args:
         values: config.json as plain data, of a model type in :data:`PRUNED_CONFIGS`. Sizes per layer may be larger than
             the global ones, which become the largest of all layers.
 
     Raises:
-        ValueError: a layer that does not exist, or a value per layer that the pruned architecture has only once.
+        ValueError: a layer that does not exist, or a value per layer that is global in the pruned architecture.
     """
     family = all_families()[values["model_type"]]
     stated = {name: value for name, value in values.items() if name not in ("model_type", "per_layer_config")}
     whole = resolve(family.classes.config)(**stated)
-    layers = _own_sizes(values["per_layer_config"], whole.num_hidden_layers, _sizes_of(family))
+    layers = _layer_sizes(values["per_layer_config"], whole.num_hidden_layers, _sizes_of(family))
     for name in _sizes_of(family):
         usual = _usual(whole, name)
         widths = [layer.setdefault(name, usual) for layer in layers]
         stated[name] = max(widths)
     head_dim = stated.get("head_dim") or whole.hidden_size // _usual(whole, "num_attention_heads")
-    # The class that loads it is the pruned one, whatever the folder names.
+    # The pruned class loads it, not the one that the folder names.
     stated |= {"head_dim": head_dim, "architectures": [family.pruned_model]}
     return cast(PretrainedConfig, PRUNED_CONFIGS[family.model_type](**stated, per_layer_config=dict(enumerate(layers))))
 
@@ -195,31 +195,33 @@ def _sizes_of(family: Family) -> tuple[str, ...]:
 
 
 def _usual(config: PretrainedConfig, name: str) -> Any:
-    """A global size; where there are no KV heads of their own, every query head has one."""
+    """Return a global size; without a number of KV heads, every query head has one."""
     value = getattr(config, name, None)
     return config.num_attention_heads if value is None else value
 
 
-def _own_sizes(stated: Any, layers: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What each layer states, one entry for every layer."""
-    if not isinstance(stated, Mapping) or not all(isinstance(own, Mapping) for own in stated.values()):
+def _layer_sizes(stated: Any, layers: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the stated sizes of every layer."""
+    if not isinstance(stated, Mapping) or not all(isinstance(values, Mapping) for values in stated.values()):
         raise ValueError("per_layer_config is not a mapping from layers to their values.")
-    found: list[dict[str, Any]] = [{} for _ in range(layers)]
-    for key, own in stated.items():
+    sizes: list[dict[str, Any]] = [{} for _ in range(layers)]
+    for key, values in stated.items():
         if not str(key).isdecimal() or int(key) >= layers:
             raise ValueError(f"per_layer_config names layer {key!r}; there are {layers}.")
-        other = sorted(set(own) - {*names, "skip"})
+        other = sorted(set(values) - {*names, "skip"})
         if other:
             raise ValueError(
-                f"per_layer_config gives layer {key} a {other[0]} of its own; read are {', '.join(names)} and skip."
+                f"per_layer_config gives layer {key} a separate {other[0]}; read are {', '.join(names)} and skip."
             )
-        wrong = [name for name in names if name in own and type(own[name]) is not int]
+        wrong = [name for name in names if name in values and type(values[name]) is not int]
         if wrong:
-            raise ValueError(f"per_layer_config gives layer {key} the {wrong[0]} {own[wrong[0]]!r}, no whole number.")
-        found[int(key)] = dict(own)
-    return found
+            raise ValueError(
+                f"per_layer_config gives layer {key} the {wrong[0]} {values[wrong[0]]!r}, no whole number."
+            )
+        sizes[int(key)] = dict(values)
+    return sizes
 
 
 def pruned_config_class(model_type: str) -> Any:
-    """The pruned configuration class of a dense model type (a key of :data:`PRUNED_CONFIGS`)."""
+    """Return the pruned configuration class of a dense model type (a key of :data:`PRUNED_CONFIGS`)."""
     return PRUNED_CONFIGS[model_type]

@@ -1,4 +1,4 @@
-"""The few modules that a pruned architecture needs and no stock one has."""
+"""Modules of a pruned architecture that no stock one has."""
 
 from __future__ import annotations
 

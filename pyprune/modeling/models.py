@@ -40,10 +40,10 @@ class PrunedModelMixin:
         self._build_layers(cast(Any, config))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock model's; where attention is skipped, the first call looks at what the cache does.
+        """Generate as the stock model does; if attention is skipped, the first call tests the cache.
 
         Raises:
-            UnsupportedModelError: with cached tokens in front of it, a token gets other logits than without a cache.
+            UnsupportedModelError: after cached tokens, a token gets other logits than without a cache.
         """
         if not self._cache_is_right and kwargs.get("use_cache", True):
             self._check_cache()
@@ -54,17 +54,17 @@ class PrunedModelMixin:
         skipped = [module.layer_idx for module in model.modules() if isinstance(module, SkippedAttention)]
         if skipped:
             with evaluating(model), torch.no_grad():
-                off = self._cache_error()
-            if not off < _CACHE_ERROR[model.dtype]:
+                error = self._cache_error()
+            if not error < _CACHE_ERROR[model.dtype]:
                 raise UnsupportedModelError(
                     f"Transformers {transformers.__version__} generates wrongly from this model, whose attention is "
-                    f"skipped in layers {skipped}: with its cache, logits are {off:.1%} off. Install "
+                    f"skipped in layers {skipped}: with its cache, logits are {error:.1%} off. Install "
                     "an older release, or generate with use_cache=False."
                 )
         self._cache_is_right = True
 
     def _cache_error(self) -> float:
-        """What a token's logits lack behind cached tokens, relative to those of a pass without a cache."""
+        """Return the relative error of a token's logits after cached tokens, against a pass without a cache."""
         model = cast(Any, self)
         ids = torch.arange(_CACHE_TOKENS, device=model.device)[None] % model.config.vocab_size
         expected = model(ids, use_cache=False).logits[:, -1].float()
@@ -97,7 +97,7 @@ class PrunedModelMixin:
 
 
 def _set_config(module: nn.Module, config: Any) -> None:
-    """Let all modules in it hold this configuration, as in a stock model: a later change of it reaches every module."""
+    """Give this configuration to all modules, as in a stock model: a later change of it reaches every module."""
     for part in module.modules():
         if isinstance(getattr(part, "config", None), PrunedConfigMixin):
             part.config = config
@@ -117,7 +117,7 @@ def _skip_block(layer: nn.Module, block: Any, index: int, family: Family) -> Non
 
 
 def _give_output_biases(layer: nn.Module, family: Family) -> None:
-    """Let the output projections that the layer has carry a bias (bias compensation)."""
+    """Give a bias to the output projections of a layer (bias compensation)."""
     for name in map(family.output_projection, BLOCKS):
         parent, _, last = name.rpartition(".")
         owner = dict(layer.named_modules()).get(parent)
@@ -130,12 +130,12 @@ def _use_virtual_norms(model: nn.Module, size: int, norm_size: int) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.LayerNorm and child.normalized_shape == (size,):
-                given = {"affine": child.elementwise_affine, "bias": child.bias is not None}
-                setattr(parent, name, VirtualLayerNorm(size, norm_size, child.eps, **given))
+                options = {"affine": child.elementwise_affine, "bias": child.bias is not None}
+                setattr(parent, name, VirtualLayerNorm(size, norm_size, child.eps, **options))
 
 
-def _made(family: Family) -> Any:
-    """The pruned causal LM of one family."""
+def _make_model_class(family: Family) -> Any:
+    """Make the pruned causal LM of one family."""
     stock = resolve(family.classes.model)
     facts = {
         "__module__": __name__,
@@ -147,11 +147,11 @@ def _made(family: Family) -> Any:
 
 
 def pruned_model_class(model_type: str) -> Any:
-    """The pruned causal LM of a dense model type; made, and registered with the Auto class, when first asked for."""
+    """Return the pruned causal LM of a dense model type; made, and registered with the Auto class, on first use."""
     family = all_families()[model_type]
     if family.pruned_model not in globals():
-        made = globals().setdefault(family.pruned_model, _made(family))
-        AutoModelForCausalLM.register(made.config_class, made, exist_ok=True)
+        model_class = globals().setdefault(family.pruned_model, _make_model_class(family))
+        AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
     return globals()[family.pruned_model]
 
 

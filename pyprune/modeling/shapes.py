@@ -1,4 +1,4 @@
-"""Models without weights: not written yet, or of which a process knows the shapes because another has them."""
+"""Models without weights: uninitialised ones, and shapes of models whose weights another process has."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers.initialization import no_init_weights
 from pyprune.runtime.shapes import to_shapes_
 
 
-def uninitialised(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """The model of a configuration whose weights are not written: memory that is never written to is not resident.
+def uninitialised_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make the model of a configuration without writing its weights: memory that is not written is not resident.
 
     Args:
         config: it is not changed.
@@ -27,13 +27,13 @@ def uninitialised(config: PretrainedConfig, dtype: torch.dtype, **options: Any) 
 
 
 def model_of_shapes(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a configuration on the host, in eval mode; its parameters take no memory and have no values.
+    """Make the model of a configuration on the host, in eval mode; its parameters have no memory and no values.
 
     Args:
         config: dense or pruned, of an architecture that Transformers or pyprune knows.
         dtype: of the parameters.
     """
-    model = uninitialised(config, dtype)
+    model = uninitialised_model(config, dtype)
     model.tie_weights()
     to_shapes_(model)
     model.eval()
