@@ -190,7 +190,7 @@ def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
     if plan is None:
         return ()
     family = all_families()[plan.model_type]
-    found = [(stock.model_type, stock.why_not(config, plan)) for stock in family.stock_targets]
+    found = [(stock.model_type, stock.obstacle(config, plan)) for stock in family.stock_targets]
     return tuple(f"{name}: {reason}" for name, reason in found) if all(reason for _, reason in found) else ()
 
 

@@ -318,9 +318,9 @@ def _problems(model: PreTrainedModel, layers: Mapping[str, tuple[int, int]], nam
 
 
 def _axes(model: PreTrainedModel) -> Callable[[str], tuple[tuple[str, ...], ...]]:
-    from pyprune.families import all_families
+    from pyprune.families import dense_family
 
-    family = all_families()[str(model.config.model_type).removeprefix("pruned_")]
+    family = dense_family(model)
     return lambda layer: family.match(f"{layer}.weight")[0].dimensions
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from pyprune.families import all_families
+from pyprune.families import all_families, find_family
 from pyprune.plan import format_ranges
 
 LayerSizes = tuple[int, int, int]
@@ -54,7 +54,7 @@ def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
 
 def ffn_field(config: Mapping[str, Any]) -> str:
     """Return the field of config.json that holds the FFN width."""
-    family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
+    family = find_family(config.get("model_type"))
     return family.intermediate_field if family else "intermediate_size"
 
 

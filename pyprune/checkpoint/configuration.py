@@ -28,7 +28,7 @@ from pyprune.checkpoint.plausible import (
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
-from pyprune.families import all_families, parameter_shapes
+from pyprune.families import all_families, dense_family, parameter_shapes
 from pyprune.modeling.configuration import config_with_sizes_per_layer, has_sizes_per_layer
 
 GENERATION = "generation_config.json"
@@ -62,7 +62,7 @@ def _has_own_head(folder: Path, config: PretrainedConfig) -> bool:
     """Whether a folder's safetensors hold a head with other values than the embedding."""
     if not has_safetensors(folder):
         return False
-    rows = all_families()[str(config.model_type).removeprefix("pruned_")].rows
+    rows = dense_family(config).rows
     vocabulary = [row for row in rows if row.axes == ("vocab", "hidden")]
     files, found = TensorFiles(folder), {}
     for name in files.names():

@@ -18,7 +18,7 @@ from pyprune.checkpoint.manifest import RECORD_NAME, RECORD_VERSION, PruningReco
 from pyprune.checkpoint.verify import TOKENIZER_CONFIG, digest_without_template
 from pyprune.checkpoint.verify import verify_files as verify
 from pyprune.errors import CheckpointError, PlanError, shown
-from pyprune.families import why_unserved
+from pyprune.families import serving_obstacle
 from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors
 from pyprune.runtime.files import (
@@ -213,7 +213,7 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
     names = [p.relative_to(folder).as_posix() for p in inside]
     files = {name: known.get(name) or file_digest(folder / name) for name in names}
     config = folder / "config.json"
-    if config.is_file() and (reason := why_unserved(json.loads(config.read_text(encoding="utf-8")))):
+    if config.is_file() and (reason := serving_obstacle(json.loads(config.read_text(encoding="utf-8")))):
         record = replace(record, provenance={**record.provenance, UNSERVED: reason})
     card = model_card(record)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")

@@ -50,7 +50,7 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
     """
     reasons: list[str] = []
     for stock in family.stock_targets:
-        reason = stock.why_not(config, plan)
+        reason = stock.obstacle(config, plan)
         if not reason:
             zeros = stock.zero_biases(config)
             return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons), zeros)

@@ -1,6 +1,6 @@
 """Families: one file for each group of model types, exporting ``FAMILIES``.
 
-Found by looking in this folder and in the entry points ``pyprune.families`` of installed packages.
+They are discovered in this folder and in the entry points ``pyprune.families`` of installed packages.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ __all__ = [
     "check_plan",
     "count_parameters",
     "decoder_layers",
+    "dense_family",
     "family_for",
+    "find_family",
     "named_axes",
     "parameter_shapes",
     "parameters_after",
     "resolve",
+    "serving_obstacle",
     "shapes_after",
-    "why_unserved",
 ]
 
 GROUP = "pyprune.families"
@@ -62,27 +64,27 @@ def all_families() -> dict[str, Family]:
         UnsupportedModelError: an entry point cannot be loaded or holds no families, or two families describe the same
             model type or would share the name of a pruned class.
     """
-    found: dict[str, Family] = {}
-    where: dict[str, str] = {}
-    for source, families in (*_own_families(), *_installed_families()):
+    by_type: dict[str, Family] = {}
+    sources: dict[str, str] = {}
+    for source, families in (*_shipped_families(), *_installed_families()):
         for family in families:
             for name in (family.model_type, family.pruned_config, family.pruned_model):
-                if name in where:
+                if name in sources:
                     raise UnsupportedModelError(
-                        f"Two families bring {name!r}: {where[name]} and {source}. Rename or uninstall one of them."
+                        f"Two families bring {name!r}: {sources[name]} and {source}. Rename or uninstall one of them."
                     )
-                where[name] = source
-            found[family.model_type] = family
-    return found
+                sources[name] = source
+            by_type[family.model_type] = family
+    return by_type
 
 
-def why_unserved(config: Mapping[str, Any]) -> str:
+def serving_obstacle(config: Mapping[str, Any]) -> str | None:
     """Why vLLM's own class of a stock architecture refuses a config.json (plain data); empty where it does not."""
     family = all_families().get(str(config.get("model_type")))
-    return "" if family is None else family.unserved(config)
+    return None if family is None else family.unserved(config)
 
 
-def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:
+def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
         if module.name not in ("base", "common", "gguf_forms", "scale"):
             name = f"{__name__}.{module.name}"
@@ -90,7 +92,7 @@ def _own_families() -> Iterator[tuple[str, Sequence[Family]]]:
 
 
 def _installed_families() -> Iterator[tuple[str, Sequence[Family]]]:
-    """What the entry points of :data:`GROUP` name: modules with ``FAMILIES``."""
+    """Load the modules with ``FAMILIES`` that the entry points of :data:`GROUP` name."""
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         source = f"the entry point {entry.name!r} ({entry.value}) of {GROUP}"
         try:
@@ -111,7 +113,7 @@ def _capital(sentence: str) -> str:
 
 
 def resolve(path: str) -> Any:
-    """What an import path "module:name" of a family names.
+    """Import the object of an import path "module:name" of a family.
 
     Raises:
         UnsupportedModelError: it cannot be imported.
@@ -127,19 +129,24 @@ def resolve(path: str) -> Any:
 
 
 def begins_with_bos(config: Any) -> bool:
-    """Whether models of this configuration expect a bos token before every text; False for a type that is not known.
+    """Check whether models of this configuration expect a bos token before every text; False for an unknown type.
 
     Args:
         config: of a model, pruned or not, or anything else.
     """
-    family = all_families().get(str(getattr(config, "model_type", "")).removeprefix("pruned_"))
+    family = find_family(getattr(config, "model_type", ""))
     return family is not None and family.begins_with_bos
 
 
-def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
-    """The family of a model or configuration.
+def find_family(model_type: object) -> Family | None:
+    """Return the family of a model type, dense or pruned; None if it is unknown."""
+    return all_families().get(str(model_type).removeprefix("pruned_"))
 
-    A model in pyprune's own architecture is not a dense model any more and has no family.
+
+def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
+    """Return the family of a dense model or configuration.
+
+    A model in pyprune's own architecture is refused, as it was cut already.
 
     Raises:
         UnsupportedModelError: an unknown model type, or a variant that the family refuses.
@@ -148,7 +155,7 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     model_type = str(config.model_type)
     family = all_families().get(model_type)
     if family is None:
-        if model_type.removeprefix("pruned_") in all_families():
+        if find_family(model_type):
             raise UnsupportedModelError(
                 f"The model is of type {model_type!r}, pyprune's own architecture: it was cut already. "
                 "Start from the dense model and a new plan."
@@ -161,31 +168,33 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a model, dense or cut; each maps hidden states [B, T, H] to hidden states [B, T, H].
+    """Return the decoder layers of a model, dense or cut; each maps hidden states [B, T, H] to hidden states [B, T, H].
 
     Raises:
         UnsupportedModelError: an unknown model type.
     """
-    return _family_of_any(model).layers(model)
+    return dense_family(model).layers(model)
 
 
-def _family_of_any(model: PreTrainedModel) -> Family:
-    """The family of a model, or the one that it had before it was cut."""
-    model_type = str(model.config.model_type).removeprefix("pruned_")
-    if model_type not in all_families():
+def dense_family(model: PreTrainedModel | PretrainedConfig) -> Family:
+    """Return the family of a model or configuration, or the one that it had before it was cut.
+
+    Raises:
+        UnsupportedModelError: an unknown model type.
+    """
+    model_type = str(getattr(model, "config", model).model_type).removeprefix("pruned_")
+    family = find_family(model_type)
+    if family is None:
         raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))
-    return all_families()[model_type]
+    return family
 
 
 def named_axes(model: PreTrainedModel) -> list[NamedParam]:
-    """Every parameter of the model, dense or cut, with its axis names; tied parameters appear once.
+    """Return every parameter of the model, dense or cut, with its axis names; tied parameters appear once.
 
     Raises:
         UnsupportedModelError: an unknown model type, or a parameter that no row describes.
     """
-    family = _family_of_any(model)
-    result = []
-    for name, parameter in model.named_parameters():
-        row, layer = family.match(name)
-        result.append(NamedParam(name, parameter, row, layer))
-    return result
+    family = dense_family(model)
+    pairs = ((name, parameter, *family.match(name)) for name, parameter in model.named_parameters())
+    return [NamedParam(*pair) for pair in pairs]

@@ -1,7 +1,7 @@
-"""What a family is: ONE table from parameter names to axis names, plus a few flags.
+"""The contract of a family: ONE table from parameter names to axis names, plus a few flags.
 
 Slicing, masking, regularising, grouping, counting parameters, exporting and the tests read this table and
-nothing else. A family file holds data; the behaviour that follows from it is here and in ``compact.py``.
+nothing else. A family file holds data; the behaviour is here and in ``compact.py``.
 No torch is imported: a table also describes a model whose weights are not in memory.
 """
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim"]
 Dimension = Axis | tuple[Axis, ...]
-"""What a dimension of a parameter counts: one axis, or, where projections are fused into one matrix, several that lie
-one after another."""
+"""The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
 FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
 """Axes that may share a dimension with others."""
 Block = Literal["attention", "mlp"]
@@ -49,12 +48,12 @@ class Row:
 
     Attributes:
         pattern: parameter name; ``{i}`` stands for the layer index.
-        axes: what every dimension counts, in order; a dimension of fused projections names several axes, such as
+        axes: the axis of every dimension, in order; a dimension of fused projections names several axes, such as
             ("heads", "kv_heads", "kv_heads") for queries, keys and values.
-        role: what the parameter does to the residual stream.
+        role: effect of the parameter on the residual stream.
         block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
         width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
-            when the parameter makes what is normalised, weight when it is that norm's weight.
+            for the parameter of the normalised projection, weight for that norm's weight.
 
     Raises:
         UnsupportedModelError: a fused dimension with another axis than those in :data:`FUSIBLE`, a second one, or one
@@ -84,12 +83,12 @@ class Row:
 
     @cached_property
     def dimensions(self) -> tuple[tuple[Axis, ...], ...]:
-        """The axes of every dimension: one, or several where it is fused."""
+        """The axes of every dimension: one, or several if it is fused."""
         return tuple(axes if isinstance(axes, tuple) else (axes,) for axes in self.axes)
 
     @property
     def fused_dim(self) -> int | None:
-        """The dimension in which several axes lie one after another, or None."""
+        """The dimension that counts several axes in a row, or None."""
         return next((dim for dim, axes in enumerate(self.dimensions) if len(axes) > 1), None)
 
     @cached_property
@@ -139,20 +138,20 @@ class StockTarget:
 
     Attributes:
         model_type: the target's ``config.model_type``.
-        why_not: (config, plan) -> reason it does not fit, or "" when it fits.
+        obstacle: (config, plan) -> reason it does not fit; None = it fits.
         config_changes: (config) -> config values to set on the target.
         zero_biases: (config) -> biases that the target has and the source lacks, (pattern, axis); written as zeros.
     """
 
     model_type: str
-    why_not: Callable[[PretrainedConfig, PrunePlan], str]
+    obstacle: Callable[[PretrainedConfig, PrunePlan], str | None]
     config_changes: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     zero_biases: Callable[[PretrainedConfig], tuple[tuple[str, Axis], ...]] = lambda config: ()
 
 
 @dataclass(frozen=True)
 class StockClasses:
-    """Where the stock architecture lives, each an import path "module:name"; the pruned classes are made from these.
+    """Import paths "module:name" of the stock architecture, from which the pruned classes are made.
 
     Attributes:
         config: the configuration class.
@@ -166,7 +165,7 @@ class StockClasses:
 
     @classmethod
     def of_transformers(cls, package: str, name: str, *, config: str | None = None) -> StockClasses:
-        """Classes of Transformers by its habits: folder ``package``, ``{name}Config``, ``{name}ForCausalLM``, ..."""
+        """Name Transformers' classes by its habits: folder ``package``, ``{name}Config``, ``{name}ForCausalLM``, ..."""
         modelling = f"transformers.models.{package}.modeling_{package}"
         return cls(
             f"transformers:{config or name + 'Config'}",
@@ -181,7 +180,7 @@ def _stock_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Mo
 
 @dataclass(frozen=True)
 class Family:
-    """Everything pyprune knows about one model type.
+    """Everything that pyprune knows about one model type.
 
     Attributes:
         model_type: ``config.model_type``.
@@ -195,7 +194,7 @@ class Family:
         unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
         begins_with_bos: the model expects its bos token before every text, and so in front of every window that it
-            reads (Gemma); the figures of one that gets none are many times worse.
+            reads (Gemma); without it the figures are many times worse.
         intermediate_field: the config field that holds the FFN width.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
         gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
@@ -209,8 +208,8 @@ class Family:
             vLLM's LLaMA serves with such layers; ``pyprune.serving.vllm.layers`` has some.
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
-        refuse: (config) -> reason this variant is not supported, or "".
-        unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or "".
+        refuse: (config) -> reason this variant is not supported; None = it is.
+        unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or None.
     """
 
     model_type: str
@@ -233,8 +232,8 @@ class Family:
     vllm_layer: str = ""
     vllm: str = ""
     gguf: tuple[GgufForm, ...] | str = "pyprune has no layout for this family."
-    refuse: Callable[[PretrainedConfig], str] = lambda config: ""
-    unserved: Callable[[Mapping[str, Any]], str] = lambda config: ""
+    refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
+    unserved: Callable[[Mapping[str, Any]], str | None] = lambda config: None
 
     @cached_property
     def reads_raw_stream(self) -> bool:
@@ -284,14 +283,14 @@ class Family:
         return self.norm == "layer" and sliced and not self.gauges(config)
 
     def offset(self, row: Row) -> float:
-        """What is added to a parameter where it is used: 1 for norms that multiply by 1 + w, else 0.
+        """Return the constant added to a parameter in use: 1 for norms that multiply by 1 + w, else 0.
 
-        A parameter is gone where what it is with that is zero.
+        A removed parameter is minus this.
         """
         return 1.0 if self.unit_offset_norm and row.is_norm_weight else 0.0
 
-    def used(self, row: Row, values: Tensor) -> Tensor:
-        """A parameter's values with their :meth:`offset`; the same tensor where that is 0."""
+    def effective(self, row: Row, values: Tensor) -> Tensor:
+        """Return a parameter's values plus their :meth:`offset`; the same tensor if that is 0."""
         offset = self.offset(row)
         return values + offset if offset else values
 
@@ -302,11 +301,11 @@ class Family:
             UnsupportedModelError: no row matches; a parameter is never ignored.
         """
         for row in self.rows:
-            found = row.regex.match(name)
-            if found:
-                return row, int(found["i"]) if "i" in row.regex.groupindex else None
+            match = row.regex.match(name)
+            if match:
+                return row, int(match["i"]) if "i" in row.regex.groupindex else None
         if "language_model." in name:
-            advice = "It is named as the text part of a larger model is. Rename it without language_model."
+            advice = "It has the name of a text part of a larger model. Rename it without language_model."
         else:
             advice = "The model has a part this family does not know; add a row in pyprune/families."
         raise UnsupportedModelError(
@@ -314,14 +313,14 @@ class Family:
         )
 
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
-        """The decoder layers; each maps hidden states [B, T, H] to hidden states [B, T, H]."""
+        """Return the decoder layers; each maps hidden states [B, T, H] to hidden states [B, T, H]."""
         module: Any = model
         for part in self.layers_path.split("."):
             module = getattr(module, part)
         return module  # type: ignore[no-any-return]
 
     def block_norms(self, block: Block) -> tuple[str, ...]:
-        """Names inside a layer of the norms that only serve ``block``."""
+        """Return the names inside a layer of the norms that only serve ``block``."""
         prefix = f"{self.layers_path}.{{i}}."
         return tuple(
             row.pattern.removeprefix(prefix).removesuffix(".weight")
@@ -330,18 +329,18 @@ class Family:
         )
 
     def output_projection(self, block: Block) -> str:
-        """Name inside a layer of the linear module through which ``block`` writes to the stream."""
+        """Return the name inside a layer of the linear module through which ``block`` writes to the stream."""
         axes = ("hidden", "heads" if block == "attention" else "ffn")
         (pattern,) = [row.pattern for row in self.rows if row.role == "writer" and row.axes == axes]
         return pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
 
     def plan(self, config: PretrainedConfig) -> PrunePlan:
-        """The identity plan of a model with this configuration."""
+        """Return the identity plan of a model with this configuration."""
         return PrunePlan.identity(self.model_type, self.sizes(config))
 
 
 def axis_width(axis: Axis, dense: Sizes) -> int:
-    """Channels of a dense model along an axis that a plan can cut, or that can be fused."""
+    """Return the channels of a dense model along an axis that a plan can cut, or that can be fused."""
     return {
         "hidden": dense.hidden_size,
         "heads": dense.num_attention_heads * dense.head_dim,
@@ -351,7 +350,7 @@ def axis_width(axis: Axis, dense: Sizes) -> int:
 
 
 def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
-    """Kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
+    """Return the kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
     if layer is None or axis not in FUSIBLE:
@@ -364,28 +363,28 @@ def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[
 
 
 def kept_positions(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> list[tuple[int, ...] | None]:
-    """Kept positions along every dimension of a parameter; None = all of them.
+    """Return the kept positions along every dimension of a parameter; None = all of them.
 
     Args:
         row: of the parameter.
-        layer: what stays of its layer; None outside the layers.
-        plan: what stays of the model.
+        layer: the kept parts of its layer; None outside the layers.
+        plan: the kept parts of the model.
     """
     return [_kept_along(axes, layer, plan) for axes in row.dimensions]
 
 
 def _kept_along(axes: tuple[Axis, ...], layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
-    """Kept positions along a dimension in which these axes lie one after another."""
+    """Return the kept positions along a dimension that counts these axes in a row."""
     kept = [kept_indices(axis, layer, plan) for axis in axes]
     if all(indices is None for indices in kept):
         return None
-    found: list[int] = []
+    positions: list[int] = []
     start = 0
     for axis, indices in zip(axes, kept, strict=True):
         width = axis_width(axis, plan.dense)
-        found += [start + i for i in (range(width) if indices is None else indices)]
+        positions += [start + i for i in (range(width) if indices is None else indices)]
         start += width
-    return tuple(found)
+    return tuple(positions)
 
 
 def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
@@ -396,7 +395,7 @@ def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
 
 
 def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan) -> dict[str, tuple[int, ...]]:
-    """Shapes that the plan leaves, by dense parameter name (removed parameters are absent).
+    """Return the shapes that the plan leaves, by dense parameter name (removed parameters are absent).
 
     Args:
         family: the model's family.
@@ -416,17 +415,17 @@ def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: Pr
 
 
 def parameters_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan) -> int:
-    """Number of parameters that the plan leaves of a source with these shapes (added zero biases excluded)."""
+    """Count the parameters that the plan leaves of a source with these shapes (added zero biases excluded)."""
     return sum(prod(shape) for shape in shapes_after(family, shapes, plan).values())
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, tied ones once. Works on meta-device models."""
+    """Return name -> shape of every parameter, tied ones once. Works on meta-device models."""
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, tied ones counted once."""
+    """Count parameters, tied ones once."""
     return sum(p.numel() for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What several tables share: groups of rows, and reasons why a stock architecture cannot hold a plan."""
+"""Shared parts of tables: groups of rows, and obstacles of stock architectures to a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEAD_NORMS = (
 
 
 def norm_rows(name: str, role: Role, block: Block | None = None, *, bias: bool = False) -> tuple[Row, ...]:
-    """A norm over the hidden axis.
+    """Make the rows of a norm over the hidden axis.
 
     Args:
         name: of the module.
@@ -37,11 +37,11 @@ def norm_rows(name: str, role: Role, block: Block | None = None, *, bias: bool =
 
 
 def input_rows(name: str, counts: Dimension, block: Block, *, bias: bool = False) -> tuple[Row, ...]:
-    """A projection that reads the stream.
+    """Make the rows of a projection that reads the stream.
 
     Args:
         name: of the module.
-        counts: what its output counts; several axes where it is fused of several projections.
+        counts: axis of its output; several axes if several projections are fused in it.
         block: the sub-block that it belongs to.
         bias: whether it may have one.
     """
@@ -50,11 +50,11 @@ def input_rows(name: str, counts: Dimension, block: Block, *, bias: bool = False
 
 
 def output_rows(name: str, axis: Axis, block: Block) -> tuple[Row, ...]:
-    """The projection that writes a sub-block's result to the stream; it may have a bias, which compensation adds.
+    """Make the rows of the projection that writes to the stream; it may have a bias, which compensation adds.
 
     Args:
         name: of the module.
-        axis: what its input counts.
+        axis: of its input.
         block: the sub-block.
     """
     weight = Row(f"{name}.weight", ("hidden", axis), "writer", block)
@@ -64,7 +64,7 @@ def output_rows(name: str, axis: Axis, block: Block) -> tuple[Row, ...]:
 def attention_rows(
     layer: str = LAYER, *, output: str = "o_proj", biases: bool = False, width_norm: bool = False
 ) -> tuple[Row, ...]:
-    """Separate projections of queries, keys and values, and the output projection.
+    """Make the rows of separate projections of queries, keys and values, and of the output projection.
 
     Args:
         layer: pattern of a layer, with the dot at its end.
@@ -76,17 +76,17 @@ def attention_rows(
     rows: list[Row] = []
     axes: dict[str, Axis] = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
     for name, axis in axes.items():
-        own = input_rows(f"{prefix}{name}_proj", axis, "attention", bias=biases)
+        projection = input_rows(f"{prefix}{name}_proj", axis, "attention", bias=biases)
         if width_norm and name != "v":
-            rows += [replace(row, width_norm="input") for row in own]
+            rows += [replace(row, width_norm="input") for row in projection]
             rows.append(Row(f"{prefix}{name}_norm.weight", (axis,), "inner", "attention", width_norm="weight"))
         else:
-            rows += own
+            rows += projection
     return (*rows, *output_rows(f"{prefix}{output}", "heads", "attention"))
 
 
 def gated_mlp_rows(*, biases: bool = False) -> tuple[Row, ...]:
-    """An MLP ``down(act(gate) * up)``; gate and up may have biases if ``biases``."""
+    """Make the rows of an MLP ``down(act(gate) * up)``; gate and up may have biases if ``biases``."""
     return (
         *input_rows(LAYER + "mlp.gate_proj", "ffn", "mlp", bias=biases),
         *input_rows(LAYER + "mlp.up_proj", "ffn", "mlp", bias=biases),
@@ -95,7 +95,7 @@ def gated_mlp_rows(*, biases: bool = False) -> tuple[Row, ...]:
 
 
 def plain_mlp_rows(up: str, down: str) -> tuple[Row, ...]:
-    """An MLP ``down(act(up))`` that may have biases on both.
+    """Make the rows of an MLP ``down(act(up))`` that may have biases on both.
 
     Args:
         up: pattern of the module that reads the stream.
@@ -105,7 +105,7 @@ def plain_mlp_rows(up: str, down: str) -> tuple[Row, ...]:
 
 
 def decoder_rows(*, attention_bias: bool = False, mlp_bias: bool = False) -> tuple[Row, ...]:
-    """The table of every LLaMA-like decoder: gated MLP, one norm before each sub-block.
+    """Make the table of a LLaMA-like decoder: gated MLP, one norm before each sub-block.
 
     Args:
         attention_bias: whether queries, keys and values may have biases.
@@ -122,26 +122,26 @@ def decoder_rows(*, attention_bias: bool = False, mlp_bias: bool = False) -> tup
     )
 
 
-def uniform_or_why(plan: PrunePlan) -> str:
-    """Why no stock architecture can hold the plan's widths; empty when one can."""
-    return "" if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
+def width_obstacle(plan: PrunePlan) -> str | None:
+    """Explain why no stock architecture can hold the plan's widths; None if one can."""
+    return None if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
 
 
-def divisible_or_why(plan: PrunePlan) -> str:
-    """Why the sliced hidden size breaks the rule that heads divide it; empty when it does not."""
+def heads_obstacle(plan: PrunePlan) -> str | None:
+    """Explain why the sliced hidden size breaks the rule that heads divide it; None if it does not."""
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
-    return "" if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
+    return None if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
 
 
-def output_bias_or_why(config: PretrainedConfig, name: str) -> str:
-    """Why an architecture without biases on its output projections cannot hold a compensated model; else empty."""
-    return f"{name} has no biases on its output projections" if getattr(config, "output_bias", False) else ""
+def output_bias_obstacle(config: PretrainedConfig, name: str) -> str | None:
+    """Explain why an architecture without biases on output projections cannot hold a compensated model, or None."""
+    return f"{name} has no biases on its output projections" if getattr(config, "output_bias", False) else None
 
 
-def untied_or_why(config: PretrainedConfig, plan: PrunePlan) -> str:
-    """Why a stock LayerNorm cannot hold the sliced hidden size of a model whose head is tied; else empty."""
+def tied_head_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why a stock LayerNorm cannot hold the sliced hidden size of a model with a tied head, or None."""
     tied = config.tie_word_embeddings and len(plan.hidden) != plan.dense.hidden_size
-    return "a tied head reads what the LayerNorm gauge shifts" if tied else ""
+    return "a tied head reads what the LayerNorm gauge shifts" if tied else None
 
 
 _QKV_BIASES: tuple[tuple[str, Axis], ...] = (
@@ -156,19 +156,19 @@ _UP_BIASES: tuple[tuple[str, Axis], ...] = (
 
 
 def biased_target(
-    model_type: str, why_not: Callable[[PretrainedConfig, PrunePlan], str], *, qkv_biases: bool = False
+    model_type: str, obstacle: Callable[[PretrainedConfig, PrunePlan], str | None], *, qkv_biases: bool = False
 ) -> StockTarget:
-    """A target with LLaMA's two switches for biases, ``attention_bias`` and ``mlp_bias``.
+    """Make a target with LLaMA's two switches for biases, ``attention_bias`` and ``mlp_bias``.
 
     Each switch stands for all projections of a block, so biases that the source lacks become zeros.
 
     Args:
         model_type: of the target.
-        why_not: see :class:`StockTarget`.
-        qkv_biases: the source always has biases on q, k and v, whatever its configuration says (Qwen2).
+        obstacle: see :class:`StockTarget`.
+        qkv_biases: the source always has biases on q, k and v, with no switch in its configuration (Qwen2).
     """
     flags, zeros = partial(_bias_flags, qkv_biases), partial(_zero_biases, qkv_biases)
-    return StockTarget(model_type, why_not, flags, zeros)
+    return StockTarget(model_type, obstacle, flags, zeros)
 
 
 def _bias_flags(always_qkv: bool, config: PretrainedConfig) -> dict[str, Any]:
@@ -178,15 +178,15 @@ def _bias_flags(always_qkv: bool, config: PretrainedConfig) -> dict[str, Any]:
 
 def _zero_biases(always_qkv: bool, config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
     qkv, output, up = _biases_of(always_qkv, config)
-    found = _QKV_BIASES if output and not qkv else ()
-    found += _UP_BIASES if output and not up else ()
-    # A source that has no more than q/k/v biases (Qwen2) leaves the output projection without.
+    zeros = _QKV_BIASES if output and not qkv else ()
+    zeros += _UP_BIASES if output and not up else ()
+    # A source with q/k/v biases alone (Qwen2) has none on the output projection.
     if qkv and not output and not getattr(config, "attention_bias", False):
-        found += ((LAYER + "self_attn.o_proj.bias", "hidden"),)
-    return found
+        zeros += ((LAYER + "self_attn.o_proj.bias", "hidden"),)
+    return zeros
 
 
 def _biases_of(always_qkv: bool, config: PretrainedConfig) -> tuple[bool, bool, bool]:
-    """Whether a LLaMA-like source has biases on (q, k and v; output projections by compensation; gate and up)."""
+    """Return whether a LLaMA-like source has biases on (q, k, v; output projections by compensation; gate and up)."""
     qkv = always_qkv or bool(getattr(config, "attention_bias", False))
     return qkv, bool(getattr(config, "output_bias", False)), bool(getattr(config, "mlp_bias", False))

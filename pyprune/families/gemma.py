@@ -11,11 +11,11 @@ from pyprune.families.common import (
     HEAD_NORMS,
     LAYER,
     attention_rows,
-    divisible_or_why,
     gated_mlp_rows,
+    heads_obstacle,
     norm_rows,
-    output_bias_or_why,
-    uniform_or_why,
+    output_bias_obstacle,
+    width_obstacle,
 )
 from pyprune.families.gguf_forms import BLOCK, NORMED_DECODER, GgufForm, GgufSizes
 from pyprune.plan import PrunePlan
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_gemma3(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return output_bias_or_why(config, "Gemma 3's MLP") or uniform_or_why(plan) or divisible_or_why(plan)
+def _gemma3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return output_bias_obstacle(config, "Gemma 3's MLP") or width_obstacle(plan) or heads_obstacle(plan)
 
 
 _ROWS = (
@@ -45,7 +45,7 @@ LAYERS_OF_27B = 62
 """llama.cpp knows Gemma 3 27B by its number of layers and scales its scores in another way."""
 
 
-def _why_not_gguf(config: PretrainedConfig, sizes: GgufSizes) -> str:
+def _gguf_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     whole = len(sizes.layers) == LAYERS_OF_27B
     divided_by = sizes.hidden / sizes.layers[0][0] if whole else sizes.head_dim
     if config.query_pre_attn_scalar != divided_by:
@@ -56,16 +56,16 @@ def _why_not_gguf(config: PretrainedConfig, sizes: GgufSizes) -> str:
     if config.final_logit_softcapping or config.attn_logit_softcapping or config.use_bidirectional_attention:
         return "it has no soft limits of scores or logits and looks back only"
     if "sliding_attention" not in config.layer_types:
-        return ""
+        return None
     if config.rope_parameters["sliding_attention"].get("rope_type", "default") != "default":
         return "its layers with windows have plain rotary positions"
     if not _period(config):
         return "its layers without a window must come at equal distances, the last of each group"
-    return ""
+    return None
 
 
 def _period(config: PretrainedConfig) -> int:
-    """Every how many layers one has no window; 0 = not at equal distances."""
+    """Return the distance of layers without a window; 0 = not at equal distances."""
     kinds = list(config.layer_types)
     if "full_attention" not in kinds:
         return 0
@@ -94,7 +94,7 @@ _GGUF = GgufForm(
     },
     activation="gelu_pytorch_tanh",
     windows=True,
-    why_not=_why_not_gguf,
+    obstacle=_gguf_obstacle,
     metadata=_gguf_metadata,
 )
 
@@ -105,7 +105,7 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
         gguf=(_GGUF,),
         rows=_ROWS,
-        stock_targets=(StockTarget("gemma3_text", _why_not_gemma3),),
+        stock_targets=(StockTarget("gemma3_text", _gemma3_obstacle),),
         unit_offset_norm=True,
         scaled_embedding=True,
         begins_with_bos=True,

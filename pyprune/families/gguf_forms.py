@@ -1,4 +1,4 @@
-"""How llama.cpp holds a family: the names of its tensors in a GGUF file, and what its architecture takes.
+"""The GGUF forms of a family: the names of its tensors in the file, and the limits of llama.cpp's architecture.
 
 A family file lists its forms in ``Family.gguf``, the first that fits is written. Everything here is data about
 llama.cpp's architectures; :mod:`pyprune.serving.gguf` reads it and writes the file.
@@ -42,7 +42,7 @@ NORMED_DECODER = {
     LAYER + "self_attn.q_norm": BLOCK + "attn_q_norm",
     LAYER + "self_attn.k_norm": BLOCK + "attn_k_norm",
 }
-"""The same with a norm of every query and key head."""
+"""A LLaMA-like decoder with a norm of every query and key head."""
 QKV_BIASES = ("attn_q", "attn_k", "attn_v")
 DECODER_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 
@@ -65,13 +65,8 @@ class GgufSizes:
 
     @property
     def are_equal(self) -> bool:
-        """Whether all layers have the same sizes, and all their sub-blocks."""
+        """True if all layers have the same sizes, and all their sub-blocks."""
         return len(set(self.layers)) == 1 and all(self.layers[0])
-
-
-def fits(config: PretrainedConfig, sizes: GgufSizes) -> str:
-    """No reason against it."""
-    return ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class GgufForm:
         fused_qkv: queries, keys and values are one tensor, ``attn_qkv``.
         rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
         windows: the architecture knows sliding windows; ``metadata`` states them.
-        why_not: (config, sizes) -> what this architecture cannot hold of the model, or "".
+        obstacle: (config, sizes) -> reason why this architecture cannot hold the model, or None.
         metadata: (config) -> further keys without the architecture's name; int, float or text.
     """
 
@@ -102,11 +97,11 @@ class GgufForm:
     fused_qkv: bool = False
     rope_factors: bool = False
     windows: bool = False
-    why_not: Callable[[PretrainedConfig, GgufSizes], str] = fits
+    obstacle: Callable[[PretrainedConfig, GgufSizes], str | None] = lambda config, sizes: None
     metadata: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
 
     def name_of(self, pattern: str) -> str | None:
-        """The name pattern of a parameter in the file, or None where the architecture has no place for it."""
+        """Return the name pattern of a parameter in the file, or None if the architecture has no place for it."""
         module, _, kind = pattern.rpartition(".")
         name = self.modules.get(module)
         if name is None or (kind == "bias" and name.removeprefix(BLOCK) not in self.biases):
@@ -114,18 +109,18 @@ class GgufForm:
         return f"{name}.{kind}"
 
 
-def square_or_why(config: PretrainedConfig, sizes: GgufSizes) -> str:
-    """Why an architecture without a size of its own for the heads cannot hold the model; else empty."""
+def square_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    """Explain why an architecture without a separate size for the heads cannot hold the model, or None."""
     heads = sizes.layers[0][0]
     if heads * sizes.head_dim == sizes.hidden:
-        return ""
+        return None
     return f"its {heads} heads of {sizes.head_dim} channels must together be as wide as the hidden size {sizes.hidden}"
 
 
-def _deci_or_why(config: PretrainedConfig, sizes: GgufSizes) -> str:
+def _deci_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     if not sizes.layers[0][0]:
         return "llama.cpp reads the size of a head from layer 0, whose attention is skipped"
-    return ""
+    return None
 
 
 DECI = GgufForm(
@@ -135,7 +130,7 @@ DECI = GgufForm(
     per_layer=True,
     adjacent_pairs=True,
     rope_factors=True,
-    why_not=_deci_or_why,
+    obstacle=_deci_obstacle,
 )
-"""LLaMA with sizes per layer (llama.cpp has it for Llama-3.1-Nemotron)."""
+"""LLaMA with sizes per layer (in llama.cpp for Llama-3.1-Nemotron)."""
 LLAMA = GgufForm("llama", DECODER, DECODER_BIASES, adjacent_pairs=True, rope_factors=True)

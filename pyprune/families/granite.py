@@ -1,6 +1,6 @@
 """Granite 3: LLaMA's layout with constant factors on the embedding, attention scores, sub-block outputs and logits.
 
-None of the factors is derived from a size, so all of them keep their dense values whatever is cut.
+None of the factors is derived from a size, so all of them keep their dense values in every cut.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses
-from pyprune.families.common import biased_target, decoder_rows, uniform_or_why
+from pyprune.families.common import biased_target, decoder_rows, width_obstacle
 from pyprune.families.gguf_forms import LLAMA
 from pyprune.plan import PrunePlan
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_granite(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return uniform_or_why(plan)
+def _granite_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return width_obstacle(plan)
 
 
 def _factors(config: PretrainedConfig) -> dict[str, Any]:
@@ -37,6 +37,6 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:ScaledDecoderLayer",
         gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
-        stock_targets=(biased_target("granite", _why_not_granite),),
+        stock_targets=(biased_target("granite", _granite_obstacle),),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses, StockTarget
-from pyprune.families.common import biased_target, decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
+from pyprune.families.common import biased_target, decoder_rows, heads_obstacle, output_bias_obstacle, width_obstacle
 from pyprune.families.gguf_forms import DECI, LLAMA
 from pyprune.plan import PrunePlan
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return uniform_or_why(plan) or divisible_or_why(plan)
+def _llama_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return width_obstacle(plan) or heads_obstacle(plan)
 
 
-def _why_not_mistral(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _mistral_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         return "Mistral has no biases"
-    return output_bias_or_why(config, "Mistral") or uniform_or_why(plan)
+    return output_bias_obstacle(config, "Mistral") or width_obstacle(plan)
 
 
-def _why_mistral_is_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _llama_obstacle_of_mistral(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     if getattr(config, "sliding_window", None) is not None:
         return "LLaMA has no sliding window"
-    return _why_not_llama(config, plan)
+    return _llama_obstacle(config, plan)
 
 
 def _no_window(config: PretrainedConfig) -> dict[str, Any]:
@@ -41,8 +41,8 @@ FAMILIES = (
         gguf=(LLAMA, DECI),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(
-            biased_target("llama", _why_not_llama),
-            StockTarget("mistral", _why_not_mistral, _no_window),
+            biased_target("llama", _llama_obstacle),
+            StockTarget("mistral", _mistral_obstacle, _no_window),
         ),
     ),
     Family(
@@ -52,8 +52,8 @@ FAMILIES = (
         gguf=(LLAMA, DECI),
         rows=decoder_rows(),
         stock_targets=(
-            StockTarget("mistral", _why_not_mistral),
-            biased_target("llama", _why_mistral_is_not_llama),
+            StockTarget("mistral", _mistral_obstacle),
+            biased_target("llama", _llama_obstacle_of_mistral),
         ),
     ),
 )

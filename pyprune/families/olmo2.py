@@ -1,7 +1,7 @@
 """OLMo 2: no norms before a sub-block, one after each, and RMSNorm over all queries and over all keys of a layer.
 
 The readers read the residual stream as it is. The norms of queries and keys divide by the root mean square over the
-whole projection, so that removing heads rescales what is left (``width_norm`` in the table).
+whole projection, so that removing heads rescales the rest (``width_norm`` in the table).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pyprune.families.common import (
     attention_rows,
     gated_mlp_rows,
     norm_rows,
-    output_bias_or_why,
-    uniform_or_why,
+    output_bias_obstacle,
+    width_obstacle,
 )
 from pyprune.plan import PrunePlan
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_olmo2(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return output_bias_or_why(config, "OLMo 2's MLP") or uniform_or_why(plan)
+def _olmo2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return output_bias_obstacle(config, "OLMo 2's MLP") or width_obstacle(plan)
 
 
 _ROWS = (
@@ -44,7 +44,7 @@ FAMILIES = (
         model_type="olmo2",
         classes=StockClasses.of_transformers("olmo2", "Olmo2"),
         rows=_ROWS,
-        stock_targets=(StockTarget("olmo2", _why_not_olmo2),),
+        stock_targets=(StockTarget("olmo2", _olmo2_obstacle),),
         vllm_layer="pyprune.serving.vllm.layers:Olmo2DecoderLayer",
     ),
 )

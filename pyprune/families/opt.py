@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, Row, StockClasses, StockTarget
-from pyprune.families.common import HEAD, attention_rows, norm_rows, plain_mlp_rows, uniform_or_why
+from pyprune.families.common import HEAD, attention_rows, norm_rows, plain_mlp_rows, width_obstacle
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ _DECODER = "model.decoder."
 _LAYER = _DECODER + "layers.{i}."
 
 
-def _refuse(config: PretrainedConfig) -> str:
+def _refuse(config: PretrainedConfig) -> str | None:
     if config.word_embed_proj_dim != config.hidden_size:
         return (
             f"word_embed_proj_dim {config.word_embed_proj_dim} differs from hidden_size {config.hidden_size} "
@@ -26,16 +26,16 @@ def _refuse(config: PretrainedConfig) -> str:
         return "do_layer_norm_before is False (the 350M post-norm layout). Use another OPT size."
     if config._remove_final_layer_norm:
         return "_remove_final_layer_norm is True; pyprune needs the final LayerNorm. Re-convert the checkpoint."
-    return ""
+    return None
 
 
-def _why_not_opt(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _opt_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     heads = len(plan.layers[0].query_heads)
     if len(plan.hidden) != plan.dense.hidden_size:
         return "OPT's stock LayerNorm cannot divide by the original hidden size"
     if heads != plan.dense.num_attention_heads:
         return "OPT's stock attention has no explicit head_dim"
-    return uniform_or_why(plan)
+    return width_obstacle(plan)
 
 
 def _build_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
@@ -77,7 +77,7 @@ FAMILIES = (
         rows=_ROWS,
         layers_path="model.decoder.layers",
         mlp_modules=("fc1", "fc2"),
-        stock_targets=(StockTarget("opt", _why_not_opt),),
+        stock_targets=(StockTarget("opt", _opt_obstacle),),
         norm="layer",
         intermediate_field="ffn_dim",
         has_head_dim_field=False,

@@ -12,24 +12,24 @@ from pyprune.families.common import (
     attention_rows,
     norm_rows,
     plain_mlp_rows,
-    uniform_or_why,
-    untied_or_why,
+    tied_head_obstacle,
+    width_obstacle,
 )
-from pyprune.families.gguf_forms import ATTENTION, BLOCK, DECODER_BIASES, OUTER, GgufForm, GgufSizes, square_or_why
+from pyprune.families.gguf_forms import ATTENTION, BLOCK, DECODER_BIASES, OUTER, GgufForm, GgufSizes, square_obstacle
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _refuse(config: PretrainedConfig) -> str:
+def _refuse(config: PretrainedConfig) -> str | None:
     if config.qk_layernorm:
         return "qk_layernorm is True; its size is derived from hidden_size and cannot be sliced."
-    return ""
+    return None
 
 
-def _why_not_phi(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return untied_or_why(config, plan) or uniform_or_why(plan)
+def _phi_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return tied_head_obstacle(config, plan) or width_obstacle(plan)
 
 
 _ROWS = (
@@ -43,8 +43,8 @@ _ROWS = (
 )
 
 
-def _why_not_phi2(config: PretrainedConfig, sizes: GgufSizes) -> str:
-    return "it has a head of its own; the model's is tied" if sizes.tied else square_or_why(config, sizes)
+def _phi2_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    return "it has a head of its own; the model's is tied" if sizes.tied else square_obstacle(config, sizes)
 
 
 _PHI2 = GgufForm(
@@ -60,7 +60,7 @@ _PHI2 = GgufForm(
     },
     (*DECODER_BIASES, "attn_norm", "output_norm", "output"),
     activation="gelu_new",
-    why_not=_why_not_phi2,
+    obstacle=_phi2_obstacle,
 )
 
 FAMILIES = (
@@ -70,7 +70,7 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:PhiDecoderLayer",
         gguf=(_PHI2,),
         rows=_ROWS,
-        stock_targets=(StockTarget("phi", _why_not_phi),),
+        stock_targets=(StockTarget("phi", _phi_obstacle),),
         norm="layer",
         gauge=True,
         carries_output_bias=False,

@@ -11,9 +11,9 @@ from pyprune.families.common import (
     LAYER,
     input_rows,
     norm_rows,
-    output_bias_or_why,
+    output_bias_obstacle,
     output_rows,
-    uniform_or_why,
+    width_obstacle,
 )
 from pyprune.plan import PrunePlan
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_phi3(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return output_bias_or_why(config, "Phi-3") or uniform_or_why(plan) or _longrope_or_why(config, plan)
+def _phi3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return output_bias_obstacle(config, "Phi-3") or width_obstacle(plan) or _longrope_obstacle(config, plan)
 
 
-def _longrope_or_why(config: PretrainedConfig, plan: PrunePlan) -> str:
-    """Why the stock configuration refuses the longrope factors; empty when it takes them, or there are none."""
+def _longrope_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why the stock configuration refuses the longrope factors; None if it takes them, or has none."""
     rope = config.rope_parameters
     if rope.get("short_factor") is None:
-        return ""
+        return None
     hidden, heads, factors = len(plan.hidden), len(plan.layers[0].query_heads), len(rope["short_factor"])
     counted = int(hidden // heads * rope["partial_rotary_factor"]) // 2
     if counted == factors:
-        return ""
+        return None
     return (
         f"Phi-3's configuration counts {counted} longrope factors from hidden {hidden} / {heads} heads, not {factors}"
     )
@@ -55,6 +55,6 @@ FAMILIES = (
             *norm_rows("model.norm", "final_norm"),
             HEAD,
         ),
-        stock_targets=(StockTarget("phi3", _why_not_phi3),),
+        stock_targets=(StockTarget("phi3", _phi3_obstacle),),
     ),
 )

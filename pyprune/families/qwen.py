@@ -10,9 +10,9 @@ from pyprune.families.common import (
     HEAD_NORMS,
     biased_target,
     decoder_rows,
-    divisible_or_why,
-    output_bias_or_why,
-    uniform_or_why,
+    heads_obstacle,
+    output_bias_obstacle,
+    width_obstacle,
 )
 from pyprune.families.gguf_forms import (
     DECI,
@@ -21,7 +21,7 @@ from pyprune.families.gguf_forms import (
     QKV_BIASES,
     GgufForm,
     GgufSizes,
-    square_or_why,
+    square_obstacle,
 )
 from pyprune.plan import PrunePlan
 
@@ -29,40 +29,40 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_qwen2(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _qwen2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
     if plan.dense.head_dim * heads != hidden:
         return f"serving engines derive Qwen2's head_dim as {hidden} / {heads}, not {plan.dense.head_dim}"
-    return output_bias_or_why(config, "Qwen2") or uniform_or_why(plan)
+    return output_bias_obstacle(config, "Qwen2") or width_obstacle(plan)
 
 
-def _why_not_llama(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _llama_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     if "sliding_attention" in config.layer_types:
         return "LLaMA has no sliding-window layers"
-    return uniform_or_why(plan) or divisible_or_why(plan)
+    return width_obstacle(plan) or heads_obstacle(plan)
 
 
-def _why_not_qwen3(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return output_bias_or_why(config, "Qwen3's MLP") or uniform_or_why(plan)
+def _qwen3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return output_bias_obstacle(config, "Qwen3's MLP") or width_obstacle(plan)
 
 
-def _windowed_in_part(config: Mapping[str, Any]) -> str:
-    """What vLLM asserts of these classes."""
+def _partial_window_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Explain which assertion of vLLM's classes fails, or None."""
     layers, first = config.get("num_hidden_layers", 0), config.get("max_window_layers", 28)
     kinds = len(set(config.get("layer_types") or ()))
     if not kinds and config.get("use_sliding_window"):
         kinds = 2 if 0 < first < layers else 1
     if kinds < 2 or first == layers:
-        return ""
+        return None
     return "vLLM's stock classes of Qwen take a sliding window in every layer or in none, and this model has both."
 
 
-def _why_not_openelm(config: PretrainedConfig, sizes: GgufSizes) -> str:
+def _openelm_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     if not sizes.tied:
         return "it has no head of its own, so that the embedding must be tied"
     if not all(all(layer) for layer in sizes.layers):
         return "none of its sub-blocks can be skipped"
-    return ""
+    return None
 
 
 FAMILIES = (
@@ -70,24 +70,24 @@ FAMILIES = (
         model_type="qwen2",
         classes=StockClasses.of_transformers("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm.layers:BiasedDecoderLayer",
-        unserved=_windowed_in_part,
-        gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, why_not=square_or_why), DECI),
+        unserved=_partial_window_obstacle,
+        gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, obstacle=square_obstacle), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
-            StockTarget("qwen2", _why_not_qwen2),
-            biased_target("llama", _why_not_llama, qkv_biases=True),
+            StockTarget("qwen2", _qwen2_obstacle),
+            biased_target("llama", _llama_obstacle, qkv_biases=True),
         ),
     ),
     Family(
         model_type="qwen3",
         classes=StockClasses.of_transformers("qwen3", "Qwen3"),
         vllm_layer="pyprune.serving.vllm.layers:NormedDecoderLayer",
-        unserved=_windowed_in_part,
+        unserved=_partial_window_obstacle,
         gguf=(
             GgufForm("qwen3", NORMED_DECODER),
-            GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, why_not=_why_not_openelm),
+            GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, obstacle=_openelm_obstacle),
         ),
         rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),
-        stock_targets=(StockTarget("qwen3", _why_not_qwen3),),
+        stock_targets=(StockTarget("qwen3", _qwen3_obstacle),),
     ),
 )

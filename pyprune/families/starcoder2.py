@@ -12,8 +12,8 @@ from pyprune.families.common import (
     attention_rows,
     norm_rows,
     plain_mlp_rows,
-    uniform_or_why,
-    untied_or_why,
+    tied_head_obstacle,
+    width_obstacle,
 )
 from pyprune.plan import PrunePlan
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _why_not_starcoder2(config: PretrainedConfig, plan: PrunePlan) -> str:
-    return untied_or_why(config, plan) or uniform_or_why(plan)
+def _starcoder2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return tied_head_obstacle(config, plan) or width_obstacle(plan)
 
 
 def _bias_switch(config: PretrainedConfig) -> dict[str, Any]:
@@ -57,7 +57,7 @@ FAMILIES = (
         classes=StockClasses.of_transformers("starcoder2", "Starcoder2"),
         vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
         rows=_ROWS,
-        stock_targets=(StockTarget("starcoder2", _why_not_starcoder2, _bias_switch, _zero_biases),),
+        stock_targets=(StockTarget("starcoder2", _starcoder2_obstacle, _bias_switch, _zero_biases),),
         norm="layer",
         gauge=True,
     ),

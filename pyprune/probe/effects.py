@@ -102,7 +102,7 @@ def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
         if dim is None:
             continue
         others = tuple(d for d in range(param.parameter.ndim) if d != dim)
-        value = family.used(param.row, param.parameter).abs()
+        value = family.effective(param.row, param.parameter).abs()
         channels = value.sum(others, dtype=torch.float64) if others else value.double()
         removed = float(channels[gone.to(channels.device)].sum())
         result[param.name] = Sums(removed, float(channels.sum()) - removed)

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import Family, all_families, family_for
+from pyprune.families import Family, all_families, dense_family, family_for
 from pyprune.families.gguf_forms import BLOCK, GgufForm, GgufSizes
 from pyprune.plan import PrunePlan
 from pyprune.serving.gguf.blocks import Array
@@ -78,7 +78,7 @@ def open_model(folder: Path) -> Model:
     from pyprune.checkpoint.configuration import read_dense_config
 
     config, shapes = read_dense_config(folder)
-    family = all_families()[str(config.model_type).removeprefix("pruned_")]
+    family = dense_family(config)
     tensors = TensorFiles(folder)
     tied = bool(config.tie_word_embeddings)
     stored = _stored_names(tensors, shapes, folder)
@@ -170,7 +170,7 @@ def _why_not(form: GgufForm, family: Family, config: PretrainedConfig, sizes: Gg
     kind = rope_type(config)
     if kind not in COMPUTED_ROPE and not (kind == "llama3" and form.rope_factors):
         return f"it is not given rotary positions of the type {kind!r}"
-    return form.why_not(config, sizes)
+    return form.obstacle(config, sizes) or ""
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class GgufRules:
     def why_not(self, plan: PrunePlan) -> str:
         """Why what a plan leaves of the model cannot be written; empty when it can."""
         target = choose_target(self._family, self._config, plan)
-        family = all_families()[str(target.config.model_type).removeprefix("pruned_")]
+        family = dense_family(target.config)
         tied = bool(target.config.tie_word_embeddings)
         sizes = GgufSizes(len(plan.hidden), plan.dense.head_dim, tuple(layer.widths for layer in plan.layers), tied)
         biases = [pattern.replace("{i}", "0") for pattern, _ in target.zero_biases]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pyprune.errors import CheckpointError, MissingDependencyError
-from pyprune.families import all_families
+from pyprune.families import find_family
 from pyprune.runtime.progress import warn
 from pyprune.serving.adapters import foreign_adapter
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
@@ -157,7 +157,7 @@ def _drafts_with_a_model(given: argparse.Namespace, config: Mapping[str, Any]) -
     is_head = any(name in given.draft.lower() for name in HEADS)
     if given.draft_method != DRAFT_MODEL and (given.draft_method or is_head):
         return False
-    family = all_families().get(str(config.get("model_type")).removeprefix("pruned_"))
+    family = find_family(config.get("model_type"))
     if family is None:
         return False
     return architecture_of(config) in (family.classes.model.rpartition(":")[2], family.pruned_model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyprune.families import why_unserved
+from pyprune.families import serving_obstacle
 from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.stats import cpu_flags
 from pyprune.serving.vllm.plugin import architectures
@@ -58,7 +58,7 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def stock_obstacle(config: Mapping[str, Any]) -> str | None:
     """Explain why vLLM's own class cannot start with a stock checkpoint; None for all others."""
-    reason = why_unserved(config)
+    reason = serving_obstacle(config)
     return (
         f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves." if reason else None
     )

@@ -92,7 +92,7 @@ def test_a_model_of_several_parts_is_called_that(foreign: Path, model_type: str)
 
 
 def test_weights_named_as_a_part_of_a_larger_model_are_called_that() -> None:
-    with pytest.raises(UnsupportedModelError, match="named as the text part of a larger model"):
+    with pytest.raises(UnsupportedModelError, match="has the name of a text part of a larger model"):
         all_families()["llama"].match("language_model.model.embed_tokens.weight")
     with pytest.raises(UnsupportedModelError, match="add a row in pyprune/families"):
         all_families()["llama"].match("model.layers.0.router.weight")

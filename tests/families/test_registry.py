@@ -39,10 +39,10 @@ AutoModelForCausalLM.register(ElsewhereConfig, ElsewhereForCausalLM, exist_ok=Tr
 """
 FAMILY = """
 from pyprune.families import Family, Row, StockClasses, StockTarget, common
-from pyprune.families.common import decoder_rows, divisible_or_why, output_bias_or_why, uniform_or_why
+from pyprune.families.common import decoder_rows, heads_obstacle, output_bias_obstacle, width_obstacle
 
-def why_not(config, plan):
-    return output_bias_or_why(config, "Elsewhere") or uniform_or_why(plan) or divisible_or_why(plan)
+def obstacle(config, plan):
+    return output_bias_obstacle(config, "Elsewhere") or width_obstacle(plan) or heads_obstacle(plan)
 
 FAMILIES = (
     Family(
@@ -53,7 +53,7 @@ FAMILIES = (
             layer="elsewhere.modelling:ElsewhereDecoderLayer",
         ),
         rows=decoder_rows(),
-        stock_targets=(StockTarget("elsewhere", why_not),),
+        stock_targets=(StockTarget("elsewhere", obstacle),),
     ),
 )
 """

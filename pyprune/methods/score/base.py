@@ -142,7 +142,7 @@ class Scoring:
         values = param.parameter.detach()
         if self.stored is not None and values.is_meta:
             values = self.stored.read(param.name)
-        return self.request.family.used(param.row, values)
+        return self.request.family.effective(param.row, values)
 
     def module_weight(self, module: str) -> Tensor:
         """Return the weight of a linear module by its name."""

@@ -101,7 +101,7 @@ def _rotate_params(layers: LayerRunner, params: Sequence[NamedParam], rotation: 
     touched = [param for param in here if param.axis_dim("hidden") is not None]
     norms = [param for param in touched if param.row.is_norm_weight]
     family = layers.family
-    gains = {(p.row.role, p.row.block): family.used(p.row, p.parameter.detach().double()) for p in norms}
+    gains = {(p.row.role, p.row.block): family.effective(p.row, p.parameter.detach().double()) for p in norms}
     for param in touched:
         if not param.row.is_norm_weight:
             _rotate_parameter(param.parameter, cast(int, param.axis_dim("hidden")), _gain(param, gains), rotation)

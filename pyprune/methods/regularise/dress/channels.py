@@ -93,7 +93,7 @@ def channel_scores(model: PreTrainedModel, stored: StoredModel | None = None) ->
         dim = param.axis_dim("hidden")
         if dim is None:
             continue
-        value = family.used(param.row, param.parameter if stored is None else stored.read(param.name))
+        value = family.effective(param.row, param.parameter if stored is None else stored.read(param.name))
         norms = torch.linalg.vector_norm(value.float().movedim(dim, 0).reshape(len(total), -1), dim=1)
         mean = norms.double().mean()
         if mean > 0:
