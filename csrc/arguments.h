@@ -110,7 +110,7 @@ inline const std::int64_t* index_values(const Tensor& index, const char* name, s
   return static_cast<const std::int64_t*>(memory(index, name, "int64", *count));
 }
 
-// The same, all checked to lie in [0, size).
+// The elements of an index, all checked to be in [0, size).
 inline const std::int64_t* positions(const Tensor& index, const char* name, std::int64_t size, std::int64_t* count) {
   const std::int64_t* values = index_values(index, name, count);
   for (std::int64_t i = 0; i < *count; ++i) {
@@ -119,7 +119,7 @@ inline const std::int64_t* positions(const Tensor& index, const char* name, std:
   return values;
 }
 
-// The same of an index that may be left out, which stands for all `size` positions: null then.
+// The elements of an optional index; without one null, which stands for all `size` positions.
 inline const std::int64_t* positions(const std::optional<Tensor>& index, const char* name, std::int64_t size,
                                      std::int64_t* count) {
   if (!index) {
@@ -141,7 +141,7 @@ inline Selection all_groups(const Tensor& x, int axis, int threads) {
           parse_dtype(x.dtype), threads};
 }
 
-// Of the whole matrix.
+// The size of the whole matrix.
 inline std::int64_t bytes_of(const Selection& groups) {
   return groups.rows * groups.cols * bytes_per_element(groups.dtype);
 }

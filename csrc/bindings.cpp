@@ -193,8 +193,7 @@ void bind_layer_norm_virtual_gradient(const Tensor& grad, const Tensor& x, const
                               to_bias, shape);
 }
 
-// The least and the greatest position of an index that is not empty, and, if all lie in [0, size), whether one is there
-// twice.
+// The least and the greatest position of a non-empty index, and whether one occurs twice if all are in [0, size).
 std::tuple<std::int64_t, std::int64_t, bool> index_facts(const Tensor& index, std::int64_t size) {
   std::int64_t count;
   const std::int64_t* values = index_values(index, "index", &count);
@@ -305,7 +304,7 @@ PYBIND11_MODULE(_C, module) {
 #endif
 
   module.def("index_facts", &index_facts, py::arg("index"), py::arg("size"),
-             "Least and greatest position, and whether one is there twice.");
+             "Least and greatest position, and whether one occurs twice.");
   module.def("moreau_step", &bind_moreau_step, py::arg("delta"), py::arg("grad"), py::arg("decay"),
              py::arg("gamma"), py::arg("threshold"), py::arg("axis"), py::arg("threads"));
 

@@ -45,7 +45,7 @@ StepSums step_run(const Stepped<T> source, T* delta, std::int64_t start, std::in
   }
   for (int j = 0; j < kPairs; ++j) {
     const std::int64_t at = i + j * kPair, left = count - at < kPair ? count - at : kPair;
-    // Whether there are elements left is asked in a loop of constant length, which keeps the sums in registers.
+    // A loop of constant length that checks for remaining elements keeps the sums in registers.
     if (left > 0) step(source, delta, start + at, Part{left}, both(scale), &moved[j], &size[j]);
   }
   return {sum_of_lanes<T>(moved), sum_of_lanes<T>(size)};
@@ -81,7 +81,7 @@ void moreau_groups(T* delta, const T* grad, const MoreauNumbers& n, const Piece&
   const auto scale_of = [&](double sum) { return shrink_scale(sum, n.threshold); };
   if (!piece.by_row) {
     reduce_to_column_scales(squares, piece, scale_of);
-    // What was read last is found in the cache.
+    // Backwards: the rows that were read last are in the cache.
     over_columns(piece, true, StepColumns<T>{source, delta, piece.scales, moved, size});
     reorder<T, false>(moved, piece);
     return reorder<T, false>(size, piece);

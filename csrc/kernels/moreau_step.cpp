@@ -31,7 +31,7 @@ MoreauKernels<T> active_kernels() {
   return table.active();
 }
 
-// What is summed alone where there are no groups, so that the sums do not depend on the number of threads.
+// Elements of one sum where there are no groups; fixed, so that the sums do not depend on the number of threads.
 constexpr std::int64_t kRun = 4096;
 
 // In order, whatever the number of threads was.

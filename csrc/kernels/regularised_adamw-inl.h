@@ -172,7 +172,7 @@ inline void store_weight(BFloat16* out, Floats w, const std::uint32_t* random, s
   store_up_to(out, (Floats)(rounded & 0xffff0000u), count);
 }
 
-// What the blocks of a tensor have in common.
+// Shared by the blocks of a tensor.
 template <class T>
 struct AdamBlocks {
   const AdamTensor& t;

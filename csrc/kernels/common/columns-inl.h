@@ -6,7 +6,7 @@
 // one. The others are for 16-bit storage, whose conversion to double costs more than memory takes to deliver: the terms
 // are made in float32, where the square or product of two such numbers is exact, and kChain of them are added there
 // first, which costs a sum at most 2e-7 of itself. That fails beyond the range of float32; usable() tells, and the sum
-// is made of exact terms then. An update says what the elements of `out` become, given one scale a lane.
+// is made of exact terms then. An update returns the new elements of its `out`, given one scale a lane.
 #include "kernels/common/simd-inl.h"
 
 namespace pyprune {
@@ -101,7 +101,7 @@ struct Rows {
   std::int64_t at(int row, std::int64_t col) const { return start + row * stride + col; }
 };
 
-// Whether a sum of terms that are not exact is good to the precision of float32, whatever the number of terms.
+// Checks that a sum of inexact terms has the precision of float32, whatever the number of terms.
 inline bool usable(double sum) {
   const double magnitude = __builtin_fabs(sum);
   return magnitude > 1e-30 && magnitude < 1e38;
@@ -301,7 +301,7 @@ void reduce_to_column_scales(Terms terms, const Piece& piece, ScaleOf scale_of) 
 template <class Terms, class Update, class ScaleOf>
 void reduce_and_update_columns(Terms terms, Update update, const Piece& piece, ScaleOf scale_of) {
   reduce_to_column_scales(terms, piece, scale_of);
-  // What was read last is found in the cache.
+  // Backwards: the rows that were read last are in the cache.
   over_columns(piece, true, UpdateColumns<Update>{update, piece.scales, {}, piece.selected});
 }
 

@@ -48,7 +48,7 @@ struct Piece {
   float* scales;            // one a column
   std::uint32_t* selected;  // one a column: every bit set, or none; not filled where every column is selected
 
-  // Where the row at a position begins.
+  // The offset of the row at a position.
   std::int64_t row_start(std::int64_t position) const {
     return (index == nullptr ? position : index[position]) * cols;
   }
@@ -77,7 +77,7 @@ struct Columns {
   }
 };
 
-// Where the grains begin that hold a selected column. They are what threads share: pieces of the whole matrix would
+// The begins of the grains that hold a selected column. Threads share these grains: pieces of the whole matrix would
 // leave most of a selection that lies together, such as the last quarter of the columns, to few threads.
 inline std::vector<std::int64_t> grains_of(const Selection& selection, const Columns& columns) {
   std::vector<std::int64_t> grains;

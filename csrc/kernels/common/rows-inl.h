@@ -18,7 +18,7 @@ struct OfRow {
   }
 };
 
-// Nothing else to do in the pass that makes a sum.
+// Does nothing in addition to the sum.
 struct Nothing {
   template <class Extent>
   void operator()(std::int64_t, Extent) const {}

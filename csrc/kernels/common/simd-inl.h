@@ -134,7 +134,7 @@ inline Floats load_lanes(const BFloat16* x) { return (Floats)(load_halves(x) << 
 
 inline void store_upper_halves(void* out, Words words) { store_halves(out, words >> 16); }
 
-// The same steps as the conversions of single values in storage-inl.h.
+// Takes the steps of the conversions of single values in storage-inl.h.
 inline Floats load_lanes(const Float16* x) {
   const Words bits = load_halves(x);
   const Words shifted = (bits & 0x7fffu) << 13;

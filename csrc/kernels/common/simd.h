@@ -1,4 +1,4 @@
-// What simd-inl.h needs from the platform. Included by an op's .cpp before foreach_target.h.
+// Headers of the platform for simd-inl.h. Included by an op's .cpp before foreach_target.h.
 #pragma once
 
 #include <cmath>
