@@ -15,7 +15,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, DataError, did_you_mean
 from pyprune.methods.registry import get_method, is_of_another, preset, score_presets
 from pyprune.run.recipe import build_config, build_recovery
-from pyprune.run.resume import of_result
+from pyprune.run.resume import result_facts
 from pyprune.runtime.records import Json, digest
 
 TEXTS = {"WikiText-2": "wikitext2_raw/test.txt", "PTB": "ptb/ptb.valid.txt"}
@@ -89,7 +89,12 @@ class Case:
         config = self.config
         usual = PruneConfig(config.method, score=ScoreConfig(), options=get_method(config.method).options())
         prune = _given(config.to_dict(), usual.to_dict())
-        return {"scorer": self.scorer, "seed": self.seed, "prune": of_result(prune), "recovery": of_result(recovery)}
+        return {
+            "scorer": self.scorer,
+            "seed": self.seed,
+            "prune": result_facts(prune),
+            "recovery": result_facts(recovery),
+        }
 
     @property
     def pruned_name(self) -> str:

@@ -182,12 +182,12 @@ def fit(
 def _options(given: dict[str, Any], settings: Any) -> FitOptions:
     """The defaults, changed by what was given on the command line."""
     from pyprune.fit.options import FitOptions
-    from pyprune.run.recipe import merge, nested, parse_setting
+    from pyprune.run.recipe import merge, nest, parse_setting
 
     data: dict[str, Any] = {}
     for name, value in given.items():
         if value is not None:
-            data = merge(data, nested(name, value))
+            data = merge(data, nest(name, value))
     for setting in settings:
         data = merge(data, parse_setting(setting))
     options = FitOptions.from_dict(merge(FitOptions().to_dict(), data))

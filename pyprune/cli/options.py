@@ -60,12 +60,12 @@ def _described(config: Config) -> list[OptionDescription]:
     """Every option; those of a text that is not named have the values that naming one gives them."""
     from pyprune.config.describe import describe_options
     from pyprune.config.run import PruneConfig
-    from pyprune.run.recipe import with_texts_named
+    from pyprune.run.recipe import write_out_texts
 
     found = list(describe_options(config))
     if not isinstance(config, PruneConfig):
         return found
-    named = {each.name: each for each in describe_options(with_texts_named(config))}
+    named = {each.name: each for each in describe_options(write_out_texts(config))}
     unnamed = {"cut.data": config.cut.data, "recovery_data": config.recovery_data}
     inside = [f"{place}." for place, data in unnamed.items() if data is None]
     return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in found]

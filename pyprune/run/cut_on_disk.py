@@ -1,4 +1,4 @@
-"""Cutting a checkpoint on disk, one tensor in memory at a time."""
+"""Cut a checkpoint on disk, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def compact_checkpoint(
 
     Args:
         folder: a dense checkpoint of a known family, safetensors in one file or in shards.
-        plan: what stays.
+        plan: which parts are kept.
         out: the folder to create; it appears complete or not at all, with ``pruning.json``.
         provenance: plain JSON data for the record.
         overwrite: replace an existing ``out``.
-        max_shard_bytes: size at which the output is split into shards; None = that of the source's largest shard, and
-            5 GB where it is not split.
+        max_shard_bytes: size at which the output is split into shards; None = the size of the source's largest
+            shard, or 5 GB for a single file.
 
     Raises:
         CheckpointError: no safetensors, damaged files, weights that are not finite, or tensors missing from or foreign
@@ -70,13 +70,13 @@ def compact_checkpoint(
 
 
 class StreamedCut:
-    """A checkpoint on disk and a plan that fits it: what the cut will be is known, and :meth:`write` makes it.
+    """A planned cut of a checkpoint on disk, which :meth:`write` makes.
 
-    Before that its tensors can be read one at a time, as :class:`pyprune.checkpoint.layers.Tensors` says.
+    Before that, its tensors can be read one at a time (:class:`pyprune.checkpoint.layers.Tensors`).
 
     Args:
         source: the dense checkpoint; its dtype is the one that weights are cut in (None = each tensor's own).
-        plan: what stays.
+        plan: which parts are kept.
         dtype: of the written weights; None = each tensor's own.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What the trainings of a run will hold, found and decided before a model is loaded (``train.memory``)."""
+"""Predict the memory of a run's trainings, and choose ``train.memory``, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ PLACEMENTS = ("auto", "device", "host")
 """Where several processes have the model while nothing trains."""
 
 LARGEST_ON_DEVICE = 0.5
-"""Share of a device's free memory that a model may fill by itself, if it is to be scored and cut there."""
+"""Largest share of a device's free memory for a model that is scored and cut there."""
 
-WORTH_A_LOOK = 0.1
-"""Share of a device's free memory from which on a run says what each of its trainings will hold, part by part.
+WORTH_A_TABLE = 0.1
+"""Share of a device's free memory from which a run predicts each training part by part.
 
-Below it one line says what they hold at most: to run them on shapes takes 2 s for a tiny model, and 20 s for one of 30
-layers.
+Below it, one line has an upper bound: a prediction runs the training on shapes, which takes 2 s for a tiny model and
+20 s for one of 30 layers.
 """
 
 
@@ -75,12 +75,12 @@ class TrainedModels:
 
 
 def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -> Run:
-    """Decide ``memory`` of every training that says auto, print what each will hold, and refuse what cannot be held.
+    """Choose ``memory`` for every training on auto, print the predictions, and refuse a training that does not fit.
 
-    The training by which a method decides (gates of layers) is one of them; it has no ``memory`` of its own.
+    The training by which a method decides (gates of layers) is predicted too; it has no option ``memory``.
 
-    Auto is full where all trainings of all weights fit so in the memory of the device, and lean where one does not;
-    lean loads the weights in bfloat16. Of a small model on a large device only an estimate is printed.
+    Auto becomes full where all trainings of all weights fit into the device's memory, and lean otherwise. Lean loads
+    the weights in bfloat16. For a small model on a large device, only an upper bound is printed.
 
     Args:
         models: of the run.
@@ -88,11 +88,11 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
         always: estimate small models part by part too.
 
     Returns:
-        The options with ``memory`` decided, and with ``dtype`` bfloat16 where that is lean.
+        The options with ``memory`` chosen, and with ``dtype`` bfloat16 where it is lean.
 
     Raises:
-        ConfigError: trainings that the device cannot hold; the message has the options that would help each. Or
-            ``compile`` where torch.compile does not work.
+        ConfigError: trainings that do not fit; the message has options that need less memory. Or ``compile`` where
+            torch.compile does not work.
         DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.ModelSource.shapes`.
     """
@@ -112,19 +112,19 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
     at_most = _estimate(models, model, config)
-    if not always and at_most <= WORTH_A_LOOK * capacity:
+    if not always and at_most <= WORTH_A_TABLE * capacity:
         mib = math.ceil(at_most / 2**20)
         say(f"Memory at the peak: at most about {mib:,} MiB, of {_gib(capacity)} on {device}{_each()}.", "dim")
-        # As it is decided where it matters, or a run that goes on elsewhere would have other options.
-        return _settled(config, lean=config.dtype == "bfloat16")
-    decided, found = memory_of(models, config, device, capacity)
+        # The same choice as for a large model, so that the run may be resumed on another machine.
+        return _with_memory(config, lean=config.dtype == "bfloat16")
+    decided, predicted = memory_of(models, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
     if learns_from_files(decided) and not learns_from_files(config):
         say("The dense model stays in its files while it teaches: each layer is read whenever it is run.")
-    say(memory_table(found, device, capacity))
+    say(memory_table(predicted, device, capacity))
     estimator = MemoryEstimator(models, decided, device)
-    beyond = [(training, memory) for training, memory in found if memory.total > capacity]
+    beyond = [(training, memory) for training, memory in predicted if memory.total > capacity]
     if beyond:
         raise ConfigError([_refusal(*each, estimator, decided.dtype, device, capacity) for each in beyond])
     return decided
@@ -133,7 +133,7 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
 def place_models(
     models: TrainedModels, config: PruneConfig, placement: str, *, always: bool = False
 ) -> tuple[Division, PruneConfig]:
-    """How the processes of a run divide it, and its options with ``memory`` decided.
+    """Choose how the processes divide a run, and its ``memory``.
 
     Args:
         models: of the run.
@@ -154,7 +154,7 @@ def place_models(
 
 
 def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> Division:
-    """How the processes of a run divide it, by where they have the model while nothing trains.
+    """Choose how the processes divide a run, by where they keep the model while nothing trains.
 
     Args:
         models: of the run.
@@ -192,8 +192,8 @@ def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> D
 
 
 def _capacity(device: torch.device) -> int:
-    """Bytes that each process of this run may take on its device."""
-    # Processes on one machine share its memory; each of them has a GPU of its own.
+    """Return the bytes that each process of this run may use on its device."""
+    # Processes on one machine share its memory; GPUs are not shared.
     sharing = processes.on_this_machine() if device.type == "cpu" else 1
     return processes.least(device_memory(device) // sharing)  # machines and cards may differ
 
@@ -201,25 +201,30 @@ def _capacity(device: torch.device) -> int:
 def memory_of(
     models: TrainedModels, config: Run, device: torch.device, capacity: int
 ) -> tuple[Run, list[tuple[Training, TrainingMemory]]]:
-    """The options with ``memory`` and the teacher's place decided for a device of ``capacity`` bytes, and what each
-    training then holds.
+    """Return the options with ``memory`` and the teacher's place chosen, and the memory of each training with them.
+
+    Args:
+        models: of the run.
+        config: of the run, checked.
+        device: of the trainings.
+        capacity: bytes that a training may use.
     """
     estimator = MemoryEstimator(models, config, device)
-    decided = _decided(config, estimator, capacity)
-    found = [(training, estimator.at(training, decided.dtype)) for training in _all_trainings(decided)]
-    if _leaves_teacher_open(config) and not _recovery_fits(found, capacity):
+    decided = _choose_memory(config, estimator, capacity)
+    predicted = [(training, estimator.at(training, decided.dtype)) for training in _all_trainings(decided)]
+    if _leaves_teacher_open(config) and not _recovery_fits(predicted, capacity):
         of_files = memory_of(models, _with_teacher(config, "files"), device, capacity)
         if _recovery_fits(of_files[1], capacity) and models.dense.layers_obstacle() is None:
             return of_files
-    return decided, found
+    return decided, predicted
 
 
-def _recovery_fits(found: list[tuple[Training, TrainingMemory]], capacity: int) -> bool:
-    return all(memory.total <= capacity for training, memory in found if training.action == "recover")
+def _recovery_fits(predicted: list[tuple[Training, TrainingMemory]], capacity: int) -> bool:
+    return all(memory.total <= capacity for training, memory in predicted if training.action == "recover")
 
 
 def learns_from_files(config: PruneConfig | RecoverCheckpointConfig) -> bool:
-    """Whether a run recovers from a dense model whose layers stay in their files."""
+    """Check whether a run recovers from a dense model whose layers stay in their files."""
     distill = config.recover.distill
     recovers = any(training.action == "recover" for training in config.trainings())
     return recovers and distill is not None and distill.teacher_placement == "files"
@@ -231,7 +236,7 @@ def _leaves_teacher_open(config: PruneConfig | RecoverCheckpointConfig) -> bool:
 
 
 def _with_teacher(config: Run, placement: Literal["device", "files"]) -> Run:
-    """Say where the teacher is, if there is one."""
+    """Set the teacher's placement, where there is a teacher."""
     distill = config.recover.distill
     if distill is None:
         return config
@@ -239,20 +244,20 @@ def _with_teacher(config: Run, placement: Literal["device", "files"]) -> Run:
 
 
 def _all_trainings(config: PruneConfig | RecoverCheckpointConfig) -> list[Training]:
-    """Those of the decision and of all stages, in order."""
+    """Return the training of the decision and those of all stages, in order."""
     deciding = config.deciding_training()
     return [*([] if deciding is None else [deciding]), *config.trainings()]
 
 
 def _with_dtype_of_lean(config: Run) -> Run:
-    """Where all weights are trained lean, they are loaded in bfloat16; without such a training, where one is lean."""
+    """Load the weights in bfloat16 where all of them are trained lean, or, without such a training, any is."""
     trainings = list(config.trainings())
     lean = any(t.train.memory == "lean" for t in [t for t in trainings if t.all_weights] or trainings)
     return replace(config, dtype="bfloat16") if lean and config.dtype == "float32" else config
 
 
-def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.device, capacity: int) -> str:
-    """What each training holds at its peak, as Markdown, GiB; of the dense model, of which a cut leaves less."""
+def memory_table(predicted: list[tuple[Training, TrainingMemory]], device: torch.device, capacity: int) -> str:
+    """Return a Markdown table of each training's peak memory in GiB, for the dense model: at most that after a cut."""
     columns = ("training", "memory", "a forward pass", *PARTS, "peak")
     rows = [
         (
@@ -262,7 +267,7 @@ def memory_table(found: list[tuple[Training, TrainingMemory]], device: torch.dev
             *(f"{getattr(m, part) / 2**30:.2f}" for part in PARTS),
             f"{m.total / 2**30:.2f}" + (f" (and {m.on_host / 2**30:.2f} on the host)" if m.on_host else ""),
         )
-        for training, m in found
+        for training, m in predicted
     ]
     title = f"Memory at the peak, GiB of at most {capacity / 2**30:.1f} on {device}{_each()}"
     return f"{title}:\n{markdown_table(Table(title, columns, tuple(rows)))}"
@@ -273,29 +278,26 @@ def _each() -> str:
 
 
 def _estimate(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
-    """Bytes that no training of a run holds, by its sizes alone: weights, gradients, moments, copies, activations."""
+    """Return an upper bound on the memory of any training in bytes, from sizes alone."""
     trainings = _all_trainings(config)
     parameters = sum(p.numel() for p in model.parameters())
     widest = max(p.shape[0] for p in model.parameters() if p.ndim == 2)
     layers, hidden = int(model.config.num_hidden_layers), int(model.config.hidden_size)
     tokens = max(t.train.sequences_per_pass * t.data.sequence_length for t in trainings)
-    activations = tokens * (8 * widest + 200 * layers * hidden + _of_scores(model, trainings))
-    return 24 * parameters + activations + _of_teacher(models, model, config)
+    activations = tokens * (8 * widest + 200 * layers * hidden + _attention_score_bytes(model, trainings))
+    return 24 * parameters + activations + _teacher_bytes(models, model, config)
 
 
-def _of_scores(model: PreTrainedModel, trainings: list[Training]) -> int:
-    """Bytes that a token adds in the scores of attention that is not fused: some copies in float32 in each layer."""
+def _attention_score_bytes(model: PreTrainedModel, trainings: list[Training]) -> int:
+    """Return the bytes per token of attention scores that are not fused: float32 copies in each layer."""
     if model.config._attn_implementation in FUSED:
         return 0
     longest = max(t.data.sequence_length for t in trainings)
     return 16 * int(model.config.num_hidden_layers) * int(model.config.num_attention_heads) * longest
 
 
-def _of_teacher(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
-    """Bytes of the dense model's weights in float32, and of its logits; 0 where nothing learns from it.
-
-    Without a teacher, the dense model is ``model`` itself.
-    """
+def _teacher_bytes(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+    """Return the bytes of the dense model's weights in float32 and of its logits; 0 without distillation."""
     recoveries = [t for t in config.trainings() if t.action == "recover"]
     if config.recover.distill is None or not recoveries:
         return 0
@@ -305,7 +307,7 @@ def _of_teacher(models: TrainedModels, model: PreTrainedModel, config: PruneConf
 
 
 class MemoryEstimator:
-    """Finds what a training holds, by its options and the dtype of the weights.
+    """Predicts the peak memory of a training, from its options and the dtype of the weights.
 
     Args:
         models: of the run.
@@ -319,14 +321,14 @@ class MemoryEstimator:
         self.models = models
         self.config = config
         self.device = device
-        self.found: dict[tuple[str, TrainConfig, int, str], TrainingMemory] = {}
+        self._known: dict[tuple[str, TrainConfig, int, str], TrainingMemory] = {}
 
     def at(self, training: Training, dtype: str) -> TrainingMemory:
-        """What a training holds with weights in ``dtype``."""
+        """Predict the memory of a training with weights in ``dtype``."""
         key = (training.name, training.train, training.data.sequence_length, dtype)
-        if key not in self.found:
-            self.found[key] = self._measure(training, dtype)
-        return self.found[key]
+        if key not in self._known:
+            self._known[key] = self._measure(training, dtype)
+        return self._known[key]
 
     def _measure(self, training: Training, dtype: str) -> TrainingMemory:
         model, teacher = self.models.model.shapes(dtype), self._teacher(training)
@@ -354,7 +356,7 @@ class MemoryEstimator:
     def _objective(
         self, training: Training, model: PreTrainedModel, teacher: PreTrainedModel | None
     ) -> Iterator[tuple[nn.Module, Objective]]:
-        """What is trained, and on what."""
+        """Give the trained module and its objective for the time of a block."""
         config = self.config
         if training.action == "recover":
             recover = replace(config.recover, train=training.train)
@@ -362,16 +364,18 @@ class MemoryEstimator:
             with recovery_model(model, recover) as trained:
                 yield trained, objective
         elif training.action == "regularise" and isinstance(config, PruneConfig):
-            yield model, _of_method(get_method(config.method).objective, model, config)
+            yield model, _method_objective(get_method(config.method).objective, model, config)
         elif training.action == "decide" and isinstance(config, PruneConfig):
             with frozen(model):
-                yield model, _of_method(get_method(config.method).deciding_objective, model, config)
+                yield model, _method_objective(get_method(config.method).deciding_objective, model, config)
         else:
             yield model, Objective()
 
 
-def _of_method(make: Callable[[PrunePlan, Any], Any] | None, model: PreTrainedModel, config: PruneConfig) -> Objective:
-    """An objective of a method, towards a plan of the wanted size: which layers or channels go changes no memory."""
+def _method_objective(
+    make: Callable[[PrunePlan, Any], Any] | None, model: PreTrainedModel, config: PruneConfig
+) -> Objective:
+    """Return a method's objective for some plan of the right size: which layers are removed changes no memory."""
     method = get_method(config.method)
     if make is None:
         return Objective()
@@ -380,23 +384,23 @@ def _of_method(make: Callable[[PrunePlan, Any], Any] | None, model: PreTrainedMo
         plan = plan.drop_layers(range(max(1, int(config.ratio * len(plan.layers)))))
     elif method.axis == "hidden":
         plan = plan.keep_hidden(range(max(1, int((1 - config.ratio) * len(plan.hidden)))))
-    found: Objective = make(plan, config.options or method.options())
-    return found
+    objective: Objective = make(plan, config.options or method.options())
+    return objective
 
 
-def _decided(config: Run, estimator: MemoryEstimator, capacity: int) -> Run:
-    """Auto becomes full or lean, for all trainings of all weights alike: they train the same weights."""
+def _choose_memory(config: Run, estimator: MemoryEstimator, capacity: int) -> Run:
+    """Choose full or lean for the trainings on auto, all alike, because they train the same weights."""
     whole = [t for t in config.trainings() if t.all_weights]
     auto = [t for t in whole if t.train.memory == "auto"]
     lean = config.dtype == "bfloat16"
     if not lean and all(t.may_be_lean for t in whole):
         full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
         lean = any(estimator.at(t, config.dtype).total > capacity for t in full)
-    return _settled(config, lean=lean)
+    return _with_memory(config, lean=lean)
 
 
-def _settled(config: Run, *, lean: bool) -> Run:
-    """Auto becomes lean or full in every training of all weights, and the device for the teacher."""
+def _with_memory(config: Run, *, lean: bool) -> Run:
+    """Set lean or full in every training of all weights on auto, and the device for the teacher."""
     if _leaves_teacher_open(config):
         config = _with_teacher(config, "device")
     for training in [t for t in config.trainings() if t.all_weights and t.train.memory == "auto"]:
@@ -409,48 +413,48 @@ def _settled(config: Run, *, lean: bool) -> Run:
 
 def _refusal(
     training: Training,
-    found: TrainingMemory,
+    predicted: TrainingMemory,
     estimator: MemoryEstimator,
     dtype: str,
     device: torch.device,
     capacity: int,
 ) -> str:
-    """That a training does not fit, what it holds, and what its options would change."""
+    """Return the message for a training that does not fit: its memory, and the options that need less."""
     lines = []
-    for options, other, other_dtype in _helping(training, dtype):
+    for options, other, other_dtype in _smaller_trainings(training, dtype):
         total = estimator.at(other, other_dtype).total
-        if total < found.total:
+        if total < predicted.total:
             lines.append(f"- {', '.join(options)}: {_gib(total)}")
-    for option, other_estimator in _other_places(training, estimator, device):
+    for option, other_estimator in _other_placements(training, estimator, device):
         total = other_estimator.at(training, dtype).total
-        if total < found.total:
+        if total < predicted.total:
             lines.append(f"- {option}: {_gib(total)}")
     advice = "\nWith other options it would hold less:\n" + "\n".join(lines) if lines else ""
-    held = ", ".join(f"{part} {_gib(getattr(found, part))}" for part in PARTS)
+    held = ", ".join(f"{part} {_gib(getattr(predicted, part))}" for part in PARTS)
     return (
-        f"{training.name} would hold {_gib(found.total)} at its peak ({held}), and {device} has {_gib(capacity)} free."
-        f"{advice}\nOr take shorter sequences, or a device with more memory."
+        f"{training.name} would hold {_gib(predicted.total)} at its peak ({held}), and {device} has {_gib(capacity)} "
+        f"free.{advice}\nOr take shorter sequences, or a device with more memory."
     )
 
 
-def _other_places(
+def _other_placements(
     training: Training, estimator: MemoryEstimator, device: torch.device
 ) -> Iterator[tuple[str, MemoryEstimator]]:
-    """Options by which models are elsewhere, and what is held then."""
+    """Yield options that place models elsewhere, with an estimator for each."""
     models, config = estimator.models, estimator.config
     distill = config.recover.distill if training.action == "recover" else None
-    here = distill is not None and distill.teacher_placement == "device" and Path(models.dense.name).is_dir()
-    if here and models.dense.layers_obstacle() is None:  # no files are fetched for an advice
+    on_device = distill is not None and distill.teacher_placement == "device" and Path(models.dense.name).is_dir()
+    if on_device and models.dense.layers_obstacle() is None:  # no files are fetched for advice
         yield f"{TEACHER_PLACEMENT}=files", MemoryEstimator(models, _with_teacher(cast(Any, config), "files"), device)
     if processes.count() > 1 and isinstance(config, PruneConfig) and not models.on_host:
         yield "--placement host", MemoryEstimator(replace(models, on_host=True), config, device)
 
 
-def _helping(training: Training, dtype: str) -> Iterator[tuple[list[str], Training, str]]:
-    """Options that hold less, one after the other on top of those before: (what to set, the training, dtype)."""
+def _smaller_trainings(training: Training, dtype: str) -> Iterator[tuple[list[str], Training, str]]:
+    """Yield options that need less memory, each added to those before: (what to set, the training, dtype)."""
     train, options = training.train, []
     steps: list[tuple[str, dict[str, Any]]] = []
-    deciding = training.action == "decide"  # by its own batch, with the checkpointing of the method's training
+    deciding = training.action == "decide"  # its batch is fixed, and checkpointing is the method's
     if not train.gradient_checkpointing:
         place = f"{training.name.partition('.')[0]}.train" if deciding else training.name
         steps.append((f"{place}.gradient_checkpointing=true", {"gradient_checkpointing": True}))

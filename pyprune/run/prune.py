@@ -26,7 +26,7 @@ from pyprune.run.replay import read_plan
 from pyprune.run.result import PruneResult
 from pyprune.run.resume import RunFolder, arithmetic_of, run_folder, with_kept_memory
 from pyprune.run.source import check_alike
-from pyprune.run.stages import Stages, Teacher, without_stages
+from pyprune.run.stages import Stages, Teacher, planning_config
 from pyprune.run.streamed import StreamedRun, decision_obstacle, loading_reason
 from pyprune.run.text import (
     RunText,
@@ -187,7 +187,7 @@ def plan_model(model: PreTrainedModel, samples: Batch | Tensor, config: PruneCon
     Raises:
         ConfigError: invalid options, or a goal that cannot be reached.
     """
-    return Stages(model, RunText.of({"data": samples}), without_stages(complete_config(config))).decide().plan
+    return Stages(model, RunText.of({"data": samples}), planning_config(complete_config(config))).decide().plan
 
 
 def plan_checkpoint(model: str | Path | ModelSource, config: PruneConfig, *, placement: str = "auto") -> PlanDecision:
@@ -215,7 +215,7 @@ def plan_checkpoint(model: str | Path | ModelSource, config: PruneConfig, *, pla
     else:
         loaded, tokenizer = load_divided(source, config, division)
         text = RunText.of(draw_samples(loaded, tokenizer, config))
-        decision = Stages(loaded, text, without_stages(config), division=division).decide()
+        decision = Stages(loaded, text, planning_config(config), division=division).decide()
     if not config.adds_biases:
         return decision
     note = (

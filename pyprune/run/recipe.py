@@ -1,9 +1,9 @@
 """From a preset, a recipe file and single settings to one validated PruneConfig.
 
-Later sources win: preset, then the recovery that a recipe names, then the recipe itself, then a recovery that is asked
-for beside it, then options by name, then ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
+Later sources win: preset, the recovery that a recipe names, the recipe itself, a recovery that the caller names,
+options by name, and ``key.path=value`` settings. A recipe is YAML or JSON with the layout of
 :class:`pyprune.config.run.PruneConfig`, plus optional ``preset`` and ``recovery`` keys.
-Where no preset is named, the one of the method is the start, wherever that was named: a recipe with ``method: dress``
+Without a preset, the method's own preset is the start, wherever the method was named: a recipe with ``method: dress``
 and ``--method dress`` give the same options. `pyprune recover` reads
 :class:`pyprune.config.run.RecoverCheckpointConfig` in the same way.
 """
@@ -24,19 +24,19 @@ from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
 
 RECIPE_BYTES = 1_000_000
-"""The largest of ours has 2,000; a list of every channel of the largest models has 100,000."""
+"""Our largest recipe has 2,000; a list of every channel of the largest models has 100,000."""
 DEEPEST = 20
-"""Mappings and lists inside each other; options have four."""
+"""Levels of mappings and lists; options have four."""
 LONGEST_NUMBER = 100
 """Characters."""
 LONGEST_MARK = 200
-"""Characters of what YAML itself says about a mistake."""
+"""Characters of YAML's own description of a mistake."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as far as options need it: mappings with distinct names, lists, texts, numbers, true, false and null.
+    """Reads the YAML that options need: mappings with distinct names, lists, texts, numbers, true, false and null.
 
-    No anchors and aliases (a few lines of them are billions of values), no tags; a date stays the text that it is.
+    Anchors and aliases are refused (a few lines of them make billions of values), and so are tags; a date is text.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the parent's way
@@ -86,7 +86,7 @@ def _mistake(problem: str, at: yaml.Event | yaml.Node) -> yaml.MarkedYAMLError:
 
 
 def read_yaml(text: str, what: str) -> Any:
-    """Read the YAML of a recipe or a single value: what somebody wrote, so nothing in it can cost more than reading it.
+    """Read the YAML of a recipe or of a single value, in time linear in its length.
 
     Args:
         text: YAML or JSON, of bounded length.
@@ -101,7 +101,7 @@ def read_yaml(text: str, what: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {_reason(error)}.") from error
     except (ValueError, ArithmeticError, TypeError, LookupError) as error:
-        # What PyYAML calls for numbers and escapes, such as int("0b_", 2) and chr(0x110000), may raise through it.
+        # PyYAML converts numbers and escapes by int("0b_", 2) or chr(0x110000), whose errors pass through.
         raise ConfigError(f"{what} is not valid YAML: {_cut(str(error))}.") from error
 
 
@@ -116,8 +116,8 @@ def _cut(text: str) -> str:
     return line if len(line) <= LONGEST_MARK else f"{line[:LONGEST_MARK]} ..."
 
 
-def _named(path: str | Path) -> str:
-    """The path as it is, unless it is no name that a person gave a file."""
+def _printable_path(path: str | Path) -> str:
+    """Return the path for a message, shortened or escaped where no person would name a file so."""
     text = str(path)
     return text if len(text) <= LONGEST_NAME and text.isprintable() else shown(text)
 
@@ -133,9 +133,9 @@ def build_config(
     """Compose the options of ``pyprune prune``.
 
     Args:
-        preset: name of a preset to start from; it wins over the recipe's own ``preset`` key, and what else the recipe
-            says wins over it.
-        recovery: name of a recovery to follow the cut; it wins over everything that the recipe says of recovery.
+        preset: name of a preset to start from; it wins over the recipe's own ``preset`` key; the recipe's other keys
+            win over it.
+        recovery: name of a recovery to follow the cut; it wins over the recipe's keys about recovery.
         recipe: path of a YAML or JSON file.
         options: dotted name -> value, for example {"ratio": 0.25, "data.samples": 128}; None values are left out.
         settings: "dotted.name=value" texts; the value is read as YAML.
@@ -150,7 +150,7 @@ def build_config(
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
     if isinstance(method := data.get("method"), str) and method != "none":
-        check_name(method)  # a mistake in the recipe, also where --method wins over it
+        check_name(method)  # reports a mistake in the recipe even where --method wins over it
     wanted = str(named) if preset is None and named is not None else preset
     if wanted is not None:
         start = preset_options(wanted)
@@ -161,88 +161,88 @@ def build_config(
         start = merge(start, as_prune_options(recovers))
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
-    start = merge(start, _one_text(start, merge(data, chosen)))
-    config = read_config(_with_amounts(merge(merge(start, data), chosen)))
+    start = merge(start, _shared_overrides(start, merge(data, chosen)))
+    config = read_config(_with_default_text(merge(merge(start, data), chosen)))
     _refuse_idle(chosen, config)
     return config
 
 
-_OF_A_TEXT = ("source", "split", "field", "sequence_length")
-"""Options of ``data`` that say which text is read, and in windows of what length."""
+_TEXT_OPTIONS = ("source", "split", "field", "sequence_length")
+"""Options of ``data`` for which text is read, and in windows of which length."""
 
 
-def _one_text(start: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """What is named of ``data`` for recovery too, where a preset has both read one text.
+def _shared_overrides(start: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply overrides of `data` to `recovery_data` when the preset uses one text for both.
 
     Args:
         start: the preset's options.
-        named: by the user, of recovery's own text among them, which win.
+        named: options that the user set; those of `recovery_data` win.
     """
-    usual, recovery, given = start.get("data"), start.get("recovery_data"), named.get("data")
-    if not (isinstance(usual, Mapping) and isinstance(recovery, Mapping) and isinstance(given, Mapping)):
+    data, recovery, overrides = start.get("data"), start.get("recovery_data"), named.get("data")
+    if not (isinstance(data, Mapping) and isinstance(recovery, Mapping) and isinstance(overrides, Mapping)):
         return {}
-    if usual.get("source") != recovery.get("source"):
+    if data.get("source") != recovery.get("source"):
         return {}
-    alike = [name for name in _OF_A_TEXT if usual.get(name) == recovery.get(name)]
-    return {"recovery_data": {name: given[name] for name in alike if name in given}}
+    alike = [name for name in _TEXT_OPTIONS if data.get(name) == recovery.get(name)]
+    return {"recovery_data": {name: overrides[name] for name in alike if name in overrides}}
 
 
-_OF_A_SOURCE = ("source", "split", "field", "mixture", "chat_template", "cross_documents", "bos")
-"""Options of ``data`` that other text of the run shares where it names no source of its own."""
+_SOURCE_OPTIONS = ("source", "split", "field", "mixture", "chat_template", "cross_documents", "bos")
+"""Options of ``data`` that the run's other texts share unless they name a source."""
 
 
-def _with_amounts(options: dict[str, Any]) -> dict[str, Any]:
-    """Other text of the cut or of recovery is the method's, as much, and in windows as long, unless it says.
+def _with_default_text(options: dict[str, Any]) -> dict[str, Any]:
+    """Default the source and size of `cut.data` and `recovery_data` to those of `data`.
 
-    Not as much as what scores read, which is little.
+    The size is not taken from scoring methods, which read little text.
     """
-    usual, method = options.get("data"), options.get("method")
-    if not isinstance(usual, Mapping):
+    data, method = options.get("data"), options.get("method")
+    if not isinstance(data, Mapping):
         return options
     scores = not isinstance(method, str) or method == "none" or get_method(method).scores
-    amounts = {name: usual[name] for name in ("samples", "sequence_length") if name in usual and not scores}
-    source = {name: usual[name] for name in _OF_A_SOURCE if name in usual}
+    size = {name: data[name] for name in ("samples", "sequence_length") if name in data and not scores}
+    source = {name: data[name] for name in _SOURCE_OPTIONS if name in data}
     result, cut = dict(options), options.get("cut")
     if isinstance(cut, Mapping) and isinstance(cut.get("data"), Mapping):
-        result["cut"] = {**cut, "data": _completed(cut["data"], amounts, source)}
+        result["cut"] = {**cut, "data": _with_defaults(cut["data"], size, source)}
     if isinstance(options.get("recovery_data"), Mapping):
-        result["recovery_data"] = _completed(options["recovery_data"], amounts, source)
+        result["recovery_data"] = _with_defaults(options["recovery_data"], size, source)
     return result
 
 
-def _completed(text: Mapping[str, Any], amounts: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Other text of a run, with what it does not name of its own."""
-    return {**amounts, **({} if {"source", "mixture"} & set(text) else source), **text}
+def _with_defaults(text: Mapping[str, Any], size: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a text with the defaults for those it does not set."""
+    return {**size, **({} if {"source", "mixture"} & set(text) else source), **text}
 
 
-def with_texts_named(config: PruneConfig) -> PruneConfig:
-    """The options as they are where the cut and recovery have text of their own: the method's, where none is named."""
+def write_out_texts(config: PruneConfig) -> PruneConfig:
+    """Return the options with `cut.data` and `recovery_data` written out where they default to `data`."""
     options, source = config.to_dict(), {"source": config.data.source}
     if config.cut.data is None and config.reads_text_at_the_cut:
         options["cut"]["data"] = dict(source)
     if config.recovery_data is None:
         options["recovery_data"] = dict(source)
-    return read_config(_with_amounts(options))
+    return read_config(_with_default_text(options))
 
 
 def _refuse_idle(chosen: Mapping[str, Any], config: PruneConfig) -> None:
-    """Refuse options that were given by name, and that no stage of the run reads: they would do nothing."""
-    found = []
+    """Refuse options that were given by name and that no stage of the run reads."""
+    problems = []
     for stage, options in unread(config).items():
         given = [name for name in dotted_names(chosen) if is_among(name, options)]
         if given:
-            found.append(
+            problems.append(
                 f"{' and '.join(given)} would do nothing: this run has no stage {stage!r} (stages.before is "
                 f"{list(config.stages.before)}, stages.after {list(config.stages.after)}). "
                 f"{_with_stage(stage, config.method)}"
             )
-    found += _without_effect(chosen, config)
-    if found:
-        raise ConfigError(found)
+    problems += _idle_options(chosen, config)
+    if problems:
+        raise ConfigError(problems)
 
 
 def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str]:
-    """Dotted names of options that do nothing beside the values of others -> the option and the value that are why."""
+    """Return the dotted names of options that other options switch off -> that option and its value."""
     places = {"recover": config.recover.idle}
     found: dict[str, str] = {}
     if isinstance(config, PruneConfig):
@@ -257,12 +257,12 @@ def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str
                 places["score"] = config.score_options.idle
         if config.plan is not None:
             decided = ("ratio_of", "hidden_multiple", "score", "seed")  # of ratio and the method's own, a note says it
-            found |= dict.fromkeys(decided, f"plan {config.plan!r}, which says what goes")
+            found |= dict.fromkeys(decided, f"plan {config.plan!r}, which decides what is removed")
     return found | {f"{place}.{name}": f"{place}.{why}" for place, idle in places.items() for name, why in idle.items()}
 
 
-def _without_effect(chosen: Mapping[str, Any], config: PruneConfig | RecoverCheckpointConfig) -> list[str]:
-    """One sentence for each option that was given by name, and that the values of others switch off."""
+def _idle_options(chosen: Mapping[str, Any], config: PruneConfig | RecoverCheckpointConfig) -> list[str]:
+    """Return a sentence for each option that was given by name and that other options switch off."""
     return [
         f"{name} would do nothing beside {why}; leave it out, or change that."
         for option, why in switched_off(config).items()
@@ -272,11 +272,11 @@ def _without_effect(chosen: Mapping[str, Any], config: PruneConfig | RecoverChec
 
 
 def unread(config: PruneConfig) -> dict[str, list[str]]:
-    """Stage that the run lacks -> dotted names of the options (with all inside them) that it alone would read."""
+    """Return the stages that the run lacks -> dotted names of the options that only they would read."""
     stages = (*config.stages.before, *config.stages.after)
-    own = config.options.regularising_options if config.options is not None else ()
+    regularising = config.options.regularising_options if config.options is not None else ()
     readers = {
-        "regularise": [f"{config.method}.{name}" for name in own],
+        "regularise": [f"{config.method}.{name}" for name in regularising],
         "recover": ["recover", *(["recovery_data"] if not config.stages.after else [])],
         "finetune": ["finetune"],
     }
@@ -284,21 +284,21 @@ def unread(config: PruneConfig) -> dict[str, list[str]]:
 
 
 def is_among(name: str, options: Sequence[str]) -> bool:
-    """Whether a dotted name is one of these options or inside one."""
+    """Check whether a dotted name is one of these options or inside one."""
     return any(f"{name}.".startswith(f"{option}.") for option in options)
 
 
 def _with_stage(stage: str, method: str) -> str:
-    """What to do for a run that has a stage."""
+    """Return the advice how to get a run with a stage."""
     if stage != "regularise":
         return f"Add it with --set stages.after=[{stage}]."
-    every = {name: build().stages for name, build in get_method(method).presets.items()}
-    presets = [name for name, stages in every.items() if stage in (*stages.before, *stages.after)]
+    stages_of = {name: build().stages for name, build in get_method(method).presets.items()}
+    presets = [name for name, stages in stages_of.items() if stage in (*stages.before, *stages.after)]
     return f"Presets of {method} with it: {', '.join(presets)}. What trains after the cut is set by recover.train."
 
 
 def _refuse_other_method(preset: str, method: str, asked: Any) -> None:
-    """The method would win over the preset, which then did little of what its name says."""
+    """Refuse a preset next to another method, which would win over most of its options."""
     if isinstance(asked, str) and asked != method:  # anything else is refused with its value later
         raise ConfigError(
             f"The preset {preset!r} is of the method {method!r}, but method is {shown(asked)}; leave one of them out, "
@@ -327,8 +327,8 @@ def build_recovery(
         start = recovery(named).to_dict()
     chosen = _chosen(options, settings)
     config = RecoverCheckpointConfig.from_dict(merge(merge(start, data), chosen))
-    if found := _without_effect(chosen, config):
-        raise ConfigError(found)
+    if problems := _idle_options(chosen, config):
+        raise ConfigError(problems)
     return config
 
 
@@ -349,16 +349,16 @@ def _name_in(data: dict[str, Any], key: str, recipe: str | Path | None) -> str |
     """Take the name of a preset out of a recipe's data."""
     named = data.pop(key, None)
     if named is not None and not isinstance(named, str):
-        raise ConfigError(f"{key} is {shown(named)} in {_named(str(recipe))}; expected the name of a {key}.")
+        raise ConfigError(f"{key} is {shown(named)} in {_printable_path(str(recipe))}; expected the name of a {key}.")
     return named
 
 
 def _chosen(options: Mapping[str, Any] | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Options by name, then settings, as nested plain data."""
+    """Return options by name, then settings, as nested plain data."""
     chosen: dict[str, Any] = {}
     for name, value in (options or {}).items():
         if value is not None:
-            chosen = merge(chosen, nested(name, value))
+            chosen = merge(chosen, nest(name, value))
     for setting in settings:
         chosen = merge(chosen, parse_setting(setting))
     return chosen
@@ -374,12 +374,12 @@ def preset_options(name: str) -> dict[str, Any]:
 
 
 def default_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run starts from when no preset was named.
+    """Return the options that a run starts from without a preset.
 
     A plan without a method is applied as it is, without training; a method starts from its own preset.
 
     Args:
-        given: what the recipe, the options and the settings say.
+        given: options of the recipe, by name and by settings.
 
     Raises:
         ConfigError: there is no method of the given name.
@@ -399,7 +399,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing or longer than :data:`RECIPE_BYTES`, cannot be read by :func:`read_yaml`, or
             does not hold a mapping.
     """
-    name = f"The recipe {_named(path)}"
+    name = f"The recipe {_printable_path(path)}"
     try:
         text = read_bounded(path, RECIPE_BYTES)
     except (OSError, ValueError) as error:
@@ -426,10 +426,10 @@ def parse_setting(text: str) -> dict[str, Any]:
         raise ConfigError(
             f"--set got {shown(text)}; expected key.path=value, for example elder.gates.penalty_weight=0.05."
         )
-    return nested(name.strip(), read_yaml(value, f"--set {_named(name)}: the value {shown(value)}"))
+    return nest(name.strip(), read_yaml(value, f"--set {_printable_path(name)}: the value {shown(value)}"))
 
 
-def nested(name: str, value: Any) -> dict[str, Any]:
+def nest(name: str, value: Any) -> dict[str, Any]:
     """Return {"a": {"b": value}} for the dotted name "a.b"."""
     for part in reversed(name.split(".")):
         value = {part.strip(): value}
@@ -438,11 +438,11 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 
 def dotted_names(data: Mapping[str, Any]) -> list[str]:
     """Return ["a.b", "c"] for {"a": {"b": 1}, "c": 2}: the names of all values."""
-    found: list[str] = []
+    names: list[str] = []
     for name, value in data.items():
         below = dotted_names(value) if isinstance(value, Mapping) else []
-        found += [f"{name}.{inner}" for inner in below] or [name]
-    return found
+        names += [f"{name}.{inner}" for inner in below] or [name]
+    return names
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What an interrupted run keeps, in the hidden work folder next to its output, and who may resume it.
+"""The work folder of an interrupted run, hidden next to its output, and the checks before it is resumed.
 
-``run.json`` says which run it is (model, digest of its weights, every option), ``arithmetic.json`` which dtype was the
-faster one where options leave that to the machine (``dtype: auto``), ``text.json`` what it read,
-``decision.json`` holds the plan, and each stage of training has a folder of checkpoints. All of them carry checksums:
-what was changed is not resumed.
+* ``run.json`` identifies the run: model, digest of its weights, every option.
+* ``arithmetic.json`` holds the faster dtype, where options leave the dtype to the machine (``dtype: auto``).
+* ``text.json`` holds a digest of the text of each use, ``decision.json`` the plan.
+* Each training has a folder of checkpoints.
+
+All carry checksums: a file that was changed is not resumed.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ Run = TypeVar("Run", PruneConfig, RecoverCheckpointConfig)
 AnyRun = PruneConfig | RecoverCheckpointConfig | ReconstructCheckpointConfig
 
 LAST_GOOD = "the last good weights"
-"""What a training at whose start a value was not finite has kept: nothing that could be continued."""
+"""Kept by a training that began with a value that was not finite; it cannot be continued."""
 RUN, ARITHMETIC, TEXT, DECISION = "run.json", "arithmetic.json", "text.json", "decision.json"
 
 
 def kept_of_a_run(out: str | Path) -> str | None:
-    """What an interrupted run to ``out`` has kept to continue from, in words; None without any of it."""
+    """Name what an interrupted run to ``out`` kept to resume from; None where it kept nothing."""
     kept = _kept_in(work_folder(out))
     return None if kept == LAST_GOOD else kept
 
@@ -63,43 +65,43 @@ def refuse_kept(folder: Path) -> None:
 
 
 def interrupted_run(out: str | Path, config: Run) -> bool:
-    """Whether an interrupted run of these options kept anything from which it can be resumed to ``out``."""
+    """Check whether an interrupted run to ``out`` with the same options can be resumed."""
     kept = _kept_options(out)
-    alike = of_result(kept) == of_result(_as_decided(config, kept).to_dict())
+    alike = result_facts(kept) == result_facts(_with_kept_memory(config, kept).to_dict())
     return alike and kept_of_a_run(out) is not None
 
 
 def with_kept_memory(out: str | Path, config: Run) -> Run:
-    """The options, with ``memory: auto`` as the interrupted run to ``out`` decided it.
+    """Return the options with ``memory: auto`` as the interrupted run to ``out`` chose it.
 
-    What is free on a device, by which it is decided, is not the same when the run goes on.
+    The choice depends on the free memory of the device, which may differ when the run is resumed.
     """
-    return _as_decided(config, _kept_options(out))
+    return _with_kept_memory(config, _kept_options(out))
 
 
 @contextmanager
 def arithmetic_of(out: str | Path, *, resume: bool) -> Iterator[None]:
-    """In the block, ``dtype: auto`` is what it was when the interrupted run to ``out`` began, on whichever machine."""
-    found = _kept_value(out, ARITHMETIC, "bfloat16") if resume else None
-    with bfloat16_as(found if isinstance(found, bool) else None):
+    """Keep the meaning that ``dtype: auto`` had when the interrupted run to ``out`` began, for the time of a block."""
+    faster = _kept_value(out, ARITHMETIC, "bfloat16") if resume else None
+    with bfloat16_as(faster if isinstance(faster, bool) else None):
         yield
 
 
 def _kept_options(out: str | Path) -> Any:
-    """The options of the interrupted run to ``out``."""
+    """Return the options of the interrupted run to ``out``."""
     return _kept_value(out, RUN, "config")
 
 
 def _kept_value(out: str | Path, name: str, key: str) -> Any:
-    """A value that the interrupted run to ``out`` kept; None where it cannot be read, which who resumes it says."""
+    """Return a value that the interrupted run to ``out`` kept; None if unreadable (resuming reports why)."""
     try:
         return unseal(read_json(work_folder(out) / name)).get(key)
     except (OSError, ValueError):
         return None
 
 
-def _as_decided(config: Run, kept: Any) -> Run:
-    """The options, with ``memory: auto`` as kept ones have it."""
+def _with_kept_memory(config: Run, kept: Any) -> Run:
+    """Return the options with ``memory: auto`` replaced by the kept choice."""
     for training in [t for t in config.trainings() if t.train.memory == "auto"]:
         memory = _at(kept, f"{training.name}.memory")
         if memory in ("full", "lean"):
@@ -108,38 +110,39 @@ def _as_decided(config: Run, kept: Any) -> Run:
 
 
 def _at(options: Any, name: str) -> Any:
-    """The option of a dotted name; None where there is none."""
+    """Return the option of a dotted name, or None."""
     for part in name.split("."):
         options = options.get(part) if isinstance(options, Mapping) else None
     return options
 
 
 def _leaves_dtypes(options: Any) -> bool:
-    """Whether options leave a dtype to the machine."""
+    """Check whether options leave a dtype to the machine."""
     if not isinstance(options, Mapping):
         return False
-    own = any(options.get(name) == "auto" for name in ("dtype", "teacher_dtype"))
-    return own or any(map(_leaves_dtypes, options.values()))
+    return any(options.get(name) == "auto" for name in ("dtype", "teacher_dtype")) or any(
+        map(_leaves_dtypes, options.values())
+    )
 
 
-def of_result(facts: Any) -> Any:
-    """Facts without the options that do not decide what a run comes to."""
+def result_facts(facts: Any) -> Any:
+    """Drop options that do not affect the result."""
     if not isinstance(facts, Mapping):
         return facts
-    return {name: of_result(value) for name, value in facts.items() if name not in OF_NO_RESULT}
+    return {name: result_facts(value) for name, value in facts.items() if name not in OF_NO_RESULT}
 
 
 def _kept_in(folder: Path) -> str | None:
     states = _states_in(folder)
-    found = ["training checkpoints"] if any(map(is_step, states)) else []
-    found += ["its plan"] if (folder / DECISION).is_file() else []
-    return " and ".join(found) or (LAST_GOOD if states else None)
+    kept = ["training checkpoints"] if any(map(is_step, states)) else []
+    kept += ["its plan"] if (folder / DECISION).is_file() else []
+    return " and ".join(kept) or (LAST_GOOD if states else None)
 
 
 def _states_in(folder: Path) -> list[str]:
-    """Names of the folders of states that training has left in a work folder.
+    """Return the names of the folders of training states in a work folder.
 
-    Path.glob fails on a folder that another process renames while it looks; os.walk goes past it.
+    Path.glob fails on a folder that another process renames meanwhile; os.walk skips it.
     """
     return [os.path.basename(path) for path, _, names in os.walk(folder) if "state.json" in names]
 
@@ -150,26 +153,25 @@ def run_folder(
 ) -> Iterator[RunFolder]:
     """Hold the work folder of ``out`` for one run.
 
-    It is removed when the run is complete, also where an interruption comes after its output was written, and when a
-    new run was stopped with nothing to continue from. After a ConfigError that is also where there is a plan alone:
-    other options need another one.
+    It is removed when the run is complete, even if it was interrupted after its output was written, and when a new run
+    stopped with nothing to resume from. After a ConfigError, a plan alone is removed too: other options need another.
 
     Args:
         out: the run's output.
-        source: what the run reads: names, revisions and digests; plain JSON data.
+        source: names, revisions and digests of the inputs; plain JSON data.
         config: every option.
         resume: continue the run that the folder holds.
         overwrite: drop a run that the folder holds.
 
     Raises:
         ConfigError: ``resume`` without a kept run, or with other options or other weights than the kept run's.
-        CheckpointError: what is kept is damaged.
-        OutputError: another run holds the folder, it cannot be written, or it holds a plan or training checkpoints that
-            nobody asked to drop.
+        CheckpointError: a kept file is damaged.
+        OutputError: another run holds the folder, it cannot be written, or it holds a plan or training checkpoints and
+            ``overwrite`` is off.
     """
     faster = bfloat16_is_faster(resolve_device(config.device)) if _leaves_dtypes(config.to_dict()) else None
     if not processes.first():
-        with _followed(out, resume=resume) as work:
+        with _shared_folder(out, resume=resume) as work:
             yield work
         return
     with claimed(out) as path:
@@ -197,8 +199,8 @@ def run_folder(
 
 
 @contextmanager
-def _followed(out: Path, *, resume: bool) -> Iterator[RunFolder]:
-    """The folder that the first of several processes holds; all leave it together."""
+def _shared_folder(out: Path, *, resume: bool) -> Iterator[RunFolder]:
+    """Give the folder that the first of several processes holds; all leave it together."""
     processes.barrier()
     yield RunFolder(work_folder(out), resume)
     processes.barrier()
@@ -208,8 +210,8 @@ class RunFolder:
     """The work folder of one run.
 
     Attributes:
-        path: where it is.
-        resume: whether the run continues what the folder holds.
+        path: the folder.
+        resume: whether the run continues from it.
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
@@ -217,7 +219,7 @@ class RunFolder:
         self.resume = resume
 
     def begin(self, facts: Mapping[str, Any], out: Path, faster: bool | None, *, overwrite: bool) -> None:
-        """Start a new run, in which bfloat16 is the faster dtype or not; see :func:`run_folder`."""
+        """Start a new run; ``faster`` is whether bfloat16 is the faster dtype (:func:`run_folder`)."""
         if not overwrite:
             refuse_kept(self.path)
         with disk_errors(out):
@@ -227,7 +229,7 @@ class RunFolder:
             self._write(ARITHMETIC, {"bfloat16": faster})
 
     def clear(self) -> None:
-        """Remove all that the folder holds but its mark."""
+        """Remove everything from the folder except its mark."""
         for path in self.path.iterdir():
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -239,13 +241,13 @@ class RunFolder:
 
         Args:
             facts: of this run.
-            asks: whether its options leave a dtype to the machine.
+            asks: whether the options leave a dtype to the machine.
         """
         if not (self.path / RUN).is_file():
             raise ConfigError(f"There is no interrupted run to resume at {self.path}; start without --resume.")
         if asks:
-            self._read(ARITHMETIC)  # which says what is wrong with it; :func:`arithmetic_of` has taken it as it is
-        if different := differences(of_result(self._read(RUN)), of_result(facts)):
+            self._read(ARITHMETIC)  # raises if damaged, which :func:`arithmetic_of` ignored
+        if different := differences(result_facts(self._read(RUN)), result_facts(facts)):
             raise ConfigError(
                 "The interrupted run had other options or input, so resuming would not reach its result: "
                 + ", ".join(different)
@@ -253,13 +255,13 @@ class RunFolder:
             )
 
     def check_text(self, digests: Mapping[str, str]) -> None:
-        """Keep what text the run reads, or compare it with what the interrupted run read.
+        """Keep the digests of the run's text, or compare them with the interrupted run's.
 
         Args:
-            digests: what is read for -> SHA-256 of the drawn samples, hexadecimal.
+            digests: use of the text -> SHA-256 of the drawn samples, hexadecimal.
 
         Raises:
-            ConfigError: it is other text.
+            ConfigError: the text differs.
         """
         if not (self.resume and (self.path / TEXT).is_file()):
             if processes.first():
@@ -273,7 +275,7 @@ class RunFolder:
             )
 
     def read_decision(self) -> PlanDecision | None:
-        """The plan that the interrupted run had reached."""
+        """Return the decision of the interrupted run; None without one."""
         if not (self.resume and (self.path / DECISION).is_file()):
             return None
         data = self._read(DECISION)
@@ -281,10 +283,10 @@ class RunFolder:
             plan = PrunePlan.from_dict(data["plan"])
             return PlanDecision(plan, tuple(data["notes"]), data["details"], tuple(data["warnings"]))
         except (KeyError, TypeError, PlanError) as error:
-            raise self._damaged(DECISION, error) from error
+            raise self._damage_error(DECISION, error) from error
 
     def write_decision(self, decision: PlanDecision) -> None:
-        """Keep the plan."""
+        """Keep a decision."""
         if not processes.first():
             return
         data = {
@@ -299,12 +301,12 @@ class RunFolder:
         try:
             return unseal(read_json(self.path / name))
         except (OSError, ValueError) as error:
-            raise self._damaged(name, error) from error
+            raise self._damage_error(name, error) from error
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         write_text(self.path / name, json.dumps(seal(data)))
 
-    def _damaged(self, name: str, why: Exception) -> CheckpointError:
+    def _damage_error(self, name: str, why: Exception) -> CheckpointError:
         return CheckpointError(
             f"{self.path / name} is damaged ({shown(why)}), so the run cannot be continued; start without --resume."
         )

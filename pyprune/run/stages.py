@@ -60,7 +60,7 @@ class Stages:
         result: of the stages until now.
 
     Raises:
-        ConfigError: a stage lacks what it needs, found out before anything is computed.
+        ConfigError: a stage lacks an input; raised before anything is computed.
     """
 
     model: PreTrainedModel
@@ -175,7 +175,7 @@ class Stages:
             result.verified = {"masked_perplexity": self._perplexity_of_masked()}
         result.compact = replace(self._compact(), dense_parameters=dense_parameters)
         if result.verified is not None:
-            result.verified["compacted_perplexity"] = self._perplexity(self._compacted())
+            result.verified["compacted_perplexity"] = self._perplexity(self._cut_model())
         if result.compact.reasons:
             result.notes.append("No stock architecture fits: " + "; ".join(result.compact.reasons) + ".")
 
@@ -298,7 +298,7 @@ class Stages:
         """Give the masked model for the time of a block; ``verify`` measures it before the cut."""
         return masked(self.model, self.result.plan)
 
-    def _compacted(self) -> PreTrainedModel:
+    def _cut_model(self) -> PreTrainedModel:
         """Return the model that ``verify`` measures after the cut."""
         return self.model
 
@@ -332,7 +332,7 @@ class Stages:
             raise ConfigError("verify is on, which measures on calibration text; give samples under 'data'.")
 
 
-def without_stages(config: PruneConfig) -> PruneConfig:
+def planning_config(config: PruneConfig) -> PruneConfig:
     """Return the options of a run that stops at the plan: nothing is trained or verified."""
     return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
 

@@ -23,7 +23,7 @@ from pyprune.methods.registry import get_method
 from pyprune.run.cut_on_disk import StreamedCut
 from pyprune.run.result import PruneResult
 from pyprune.run.resume import RunFolder
-from pyprune.run.stages import Stages, without_stages
+from pyprune.run.stages import Stages, planning_config
 from pyprune.run.text import RunText, draw_samples
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.freed import freed_at_once
@@ -91,7 +91,7 @@ class StreamedStages(Stages):
             yield self._layers().whole()
 
     @override
-    def _compacted(self) -> PreTrainedModel:
+    def _cut_model(self) -> PreTrainedModel:
         return ReadLayers(cast(StreamedCut, self.streamed_cut)).whole()
 
 
@@ -126,7 +126,7 @@ class StreamedRun:
         self.model: PreTrainedModel = files.model()
         files.check(self.model)
         self.samples: dict[str, TokenSamples] = draw_samples(self.model, tokenizer, config)
-        text, options = RunText.of(self.samples), without_stages(config) if only_planning else config
+        text, options = RunText.of(self.samples), planning_config(config) if only_planning else config
         self._stages = StreamedStages(self.model, text, options, work, stored=files)
 
     @freed_at_once()

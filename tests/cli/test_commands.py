@@ -67,10 +67,10 @@ OTHER_TEXT = [
     ("more", "said"),
     [
         (["--method", "last"], "method 'last' decides without text, and nothing else of this run reads text"),
-        (["--plan", "PLAN"], "the plan says what goes, and nothing else of this run reads text"),
+        (["--plan", "PLAN"], "the plan decides what is removed, and nothing else of this run reads text"),
         (
             ["--method", "last", *OTHER_TEXT],
-            "'last' decides without text, and the text of recover is another one",
+            "'last' decides without text, and the text of recovery_data is another one",
         ),
         (["--method", "last", "--set", "verify=true"], None),
         (["--method", "taylor"], None),

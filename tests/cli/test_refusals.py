@@ -216,7 +216,9 @@ def test_a_dry_run_of_a_command_that_overwrites_is_taken(checkpoint: Path, text:
 
 def test_widths_of_a_plan_are_not_made_uniform(checkpoint: Path, tmp_path: Path) -> None:
     said = refused("prune", checkpoint, "--plan", "plan.json", "--uniform", "--out", tmp_path / "out")
-    assert "score.uniform would do nothing beside plan 'plan.json', which says what goes" in " ".join(said.split())
+    assert "score.uniform would do nothing beside plan 'plan.json', which decides what is removed" in " ".join(
+        said.split()
+    )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.methods.registry import presets
-from pyprune.run.recipe import RECIPE_BYTES, build_config, build_recovery, nested, parse_setting, read_recipe, read_yaml
+from pyprune.run.recipe import RECIPE_BYTES, build_config, build_recovery, nest, parse_setting, read_recipe, read_yaml
 from pyprune.run.text import text_configs
 
 HOSTILE = {
@@ -252,9 +252,9 @@ def test_off_is_a_word_where_it_is_an_option() -> None:
         ("dress-paper", [], "seed=1", "method 'dress', which draws nothing by it"),
         ("random", [], "seed=1", "method 'random', which draws nothing by it (random.seed is its own)"),
         ("elder", ["elder.layers=[1]"], "seed=1", "method 'elder', which draws nothing by it"),
-        ("elder", ["plan=plan.json"], "seed=1", "plan 'plan.json', which says what goes"),
-        ("dress", ["plan=plan.json"], "hidden_multiple=16", "plan 'plan.json', which says what goes"),
-        ("taylor", ["plan=plan.json"], "score.ranking=local", "plan 'plan.json', which says what goes"),
+        ("elder", ["plan=plan.json"], "seed=1", "plan 'plan.json', which decides what is removed"),
+        ("dress", ["plan=plan.json"], "hidden_multiple=16", "plan 'plan.json', which decides what is removed"),
+        ("taylor", ["plan=plan.json"], "score.ranking=local", "plan 'plan.json', which decides what is removed"),
     ],
 )
 def test_options_that_other_values_switch_off_are_refused(preset: str, settings: list[str], off: str, why: str) -> None:
@@ -284,7 +284,7 @@ def test_a_smaller_batch_needs_no_second_option() -> None:
 
 
 def test_a_name_of_many_parts_is_no_recursion() -> None:
-    data, depth = nested(".".join("a" * 100_000), 5), 0
+    data, depth = nest(".".join("a" * 100_000), 5), 0
     while isinstance(data, dict):
         data, depth = data["a"], depth + 1
     assert (data, depth) == (5, 100_000)

@@ -206,7 +206,7 @@ def test_files_of_which_no_layer_can_be_read_are_refused(
     assert "code of its own" in str(ModelSource.of(dense, trust_remote_code=True).layers_obstacle())
     assert "record" in str(ModelSource.of(pruned).layers_obstacle())
     # and auto loads what cannot be read so
-    monkeypatch.setattr(run_memory, "WORTH_A_LOOK", 0.0)
+    monkeypatch.setattr(run_memory, "WORTH_A_TABLE", 0.0)
     result = run(*recovering(pruned, pickled, text, tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert placement_of(tmp_path / "out") == "device"
