@@ -57,7 +57,7 @@ def _uniform(dense: PrunePlan) -> PrunePlan:
 
 
 def _unequal(dense: PrunePlan) -> PrunePlan:
-    """The same sums over each pair of neighbours, but one has more heads and fewer FFN channels than the other."""
+    """Keep the sums over each pair of neighbours; one has more heads and fewer FFN channels than the other."""
     sizes = dense.dense
     part, kept = sizes.intermediate_size // PARTS, _kept_groups(dense)
     apart = min(1, sizes.num_key_value_heads - kept, kept - 1)

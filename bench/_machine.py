@@ -89,7 +89,7 @@ def named(machine: Machine) -> str:
     return f"{device} ({cpus} CPUs{', AMX' if 'amx_bf16' in isa else ''})"
 
 
-def beside_dense(turns: Sequence[Timing], name: str, quantity: Quantity) -> dict[str, Any]:
+def compare_with_dense(turns: Sequence[Timing], name: str, quantity: Quantity) -> dict[str, Any]:
     """Return the median seconds of a model and of the dense one, its share of the dense model's time, and the spread.
 
     Args:

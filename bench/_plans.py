@@ -33,16 +33,16 @@ def never_profiled(dense: PrunePlan = SMOLLM2) -> dict[str, PrunePlan]:
         "kv groups by layers": with_groups(with_groups(dense, range(3, last, 3), 2), range(4, last, 3), 1),
         "hidden 8 of 9": dense.keep_hidden(range(hidden * 8 // 9)),
         "hidden 2 of 3": dense.keep_hidden(range(hidden * 2 // 3)),
-        "attention skipped": _skipped(dense, range(6, last, 4), query_heads=(), kv_heads=()),
-        "mlp skipped": _skipped(dense, range(7, last, 4), ffn=()),
+        "attention skipped": _skip(dense, range(6, last, 4), query_heads=(), kv_heads=()),
+        "mlp skipped": _skip(dense, range(7, last, 4), ffn=()),
         "heads and ffn": mixed,
         "heads, ffn and layers": mixed.drop_layers(range(8, last, 5)),
-        "hidden, ffn and attention": _skipped(narrow, range(9, last, 5), query_heads=(), kv_heads=()),
+        "hidden, ffn and attention": _skip(narrow, range(9, last, 5), query_heads=(), kv_heads=()),
     }
 
 
 def with_ffn(plan: PrunePlan, widths: Sequence[int]) -> PrunePlan:
-    """These FFN widths in turn, for the kept layers.
+    """Give the kept layers these FFN widths in turn.
 
     Args:
         plan: to change.
@@ -54,7 +54,7 @@ def with_ffn(plan: PrunePlan, widths: Sequence[int]) -> PrunePlan:
 
 
 def with_groups(plan: PrunePlan, layers: Iterable[int], kept: int) -> PrunePlan:
-    """So many KV groups with all their query heads in these layers.
+    """Keep that many KV groups with all their query heads in these layers.
 
     Args:
         plan: to change.
@@ -68,7 +68,7 @@ def with_groups(plan: PrunePlan, layers: Iterable[int], kept: int) -> PrunePlan:
     return plan
 
 
-def _skipped(plan: PrunePlan, layers: range, **nothing: tuple[int, ...]) -> PrunePlan:
+def _skip(plan: PrunePlan, layers: range, **nothing: tuple[int, ...]) -> PrunePlan:
     for index in layers:
         plan = plan.with_layer(index, **nothing)
     return plan

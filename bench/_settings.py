@@ -90,7 +90,7 @@ class Arm:
     Attributes:
         config: its options.
         cut: key and label of what it is after the cut and before any training after it; None = not measured.
-        trained: the same of what it is in the end; None = nothing is trained.
+        trained: like ``cut``, for the model after training; None = nothing is trained.
         brief: whether perplexity on the test text is all that is measured.
     """
 

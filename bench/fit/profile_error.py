@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from bench._command import exit_status, read_names
-from bench._machine import beside_dense, environment_of, machine_of, profiled_on
+from bench._machine import compare_with_dense, environment_of, machine_of, profiled_on
 from bench._plans import never_profiled
 from bench._texts import config_folder
 from pyprune.errors import ConfigError
@@ -121,7 +121,7 @@ class Bench:
     def _record(self, plans: Mapping[str, PrunePlan], turns: Sequence[Timing]) -> None:
         """Record the seconds of plans, and remove their checkpoints."""
         for name, plan in plans.items():
-            measured = {str(quantity): beside_dense(turns, name, quantity) for quantity in WORKLOADS}
+            measured = {str(quantity): compare_with_dense(turns, name, quantity) for quantity in WORKLOADS}
             self.records.add(
                 {
                     "kind": "row",

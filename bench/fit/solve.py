@@ -1,12 +1,12 @@
-r"""How long the search over all layers takes: SmolLM2, LLaMA-7B and LLaMA-70B shapes with synthetic losses.
+r"""Time the search over all layers: SmolLM2, LLaMA-7B and LLaMA-70B shapes with synthetic losses.
 
     python -m bench.fit.solve                                  # every shape and budget
     python -m bench.fit.solve --shape llama-70b --count 1      # the best solution only
 
-Scores and losses are drawn at random (--seed): every layer has its own scale, and the loss of a width grows with the
-scores of what is removed. Costs are exact for parameters and memory; seconds are proportional to the floating-point
-operations of a prefill of 2,048 tokens and to the bytes read in a generation of 64 x 128, with a fixed share for the
-head. Times are wall and processor seconds of one call of `pyprune.fit.solve.solve`, which returns --count solutions.
+Scores and losses are random: every layer has its own scale, and the loss of a width grows with the removed scores.
+Costs are exact for parameters and memory. Seconds are proportional to the FLOPs of a prefill of 2,048 tokens, and to
+the bytes read in a generation of 64 x 128, with a fixed share for the head. Times are wall and processor seconds of one
+call of `pyprune.fit.solve.solve`, which returns --count solutions.
 
 The table goes to stdout, and every row to --jsonl. Exit codes: 0 done, 2 a wrong option, 130 stopped.
 """
@@ -107,7 +107,7 @@ def synthetic(sizes: Sizes, options: ChoiceOptions, seed: int) -> tuple[Search, 
 
 
 def _anchor_losses(scores: LayerScores, anchors: Sequence[Widths], draw: np.random.Generator) -> dict[Widths, float]:
-    """A loss for every anchor: the share of the scores that goes, with a scale of each block and 10 % of noise."""
+    """Draw a loss for every anchor: the removed share of the scores, with a scale of each block and 10 % of noise."""
     attention, mlp = 0.1 * draw.lognormal(size=2)
     heads, ffn = scores.attention_removed(0, 0), scores.ffn_removed(0)
 
@@ -141,14 +141,14 @@ def run(options: argparse.Namespace) -> None:
             found = solve(search, Budget.parse(text), costs, solving)
             wall, cpu = time.monotonic() - began[0], time.process_time() - began[1]
             plan_of(found[0], search, scores)
-            row = (name, text, len(search.layers[0]), len(found), wall, cpu, *_described(found))
+            row = (name, text, len(search.layers[0]), len(found), wall, cpu, *_describe(found))
             record = {"kind": "solved", **dict(zip(COLUMNS, row, strict=True)), **how, "environment": environment}
             records.add({"key": digest(record)[:16], **record})
             rows.append(row)
     print(markdown_table(Table("Search", COLUMNS, tuple(rows))))
 
 
-def _described(found: Sequence[Solution]) -> tuple[float, str, str]:
+def _describe(found: Sequence[Solution]) -> tuple[float, str, str]:
     best = found[0]
     kept = [widths for widths in best.widths if widths != DROPPED]
     others = ", ".join(f"{solution.variant} {solution.loss:.3f}" for solution in found[1:])

@@ -1,4 +1,4 @@
-"""What ops.py times of ``regularised_adamw``: its ceiling, the kernel, torch's AdamW and torch.compile."""
+"""Cases of ``regularised_adamw`` for ops.py: its ceiling, the kernel, torch's AdamW and torch.compile."""
 
 from __future__ import annotations
 

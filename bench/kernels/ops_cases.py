@@ -1,4 +1,4 @@
-"""What ops.py times: for every op its ceiling, the kernel, eager torch and torch.compile."""
+"""Cases of ops.py: for every op its ceiling, the kernel, eager torch and torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench._timing import CEILING, Case, on_backend, on_one_thread
+from bench._timing import CEILING, Case, run_on_backend, run_on_one_thread
 from bench.kernels.ops_adamw import adamw_cases
 from bench.kernels.ops_setting import AXES, ONE_THREAD, TINY, Setting, add, last, read, region, touch, words
 from pyprune.ops import (
@@ -59,12 +59,12 @@ def stepped(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, a
 
 
 def step_sums(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
-    """What ``moreau_step`` returns."""
+    """Compute the result of ``moreau_step``."""
     return torch.stack(moreau_step(delta, grad, gamma, rho, eta, axis))
 
 
 def sums_apart(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
-    """The same by passes of torch around the step."""
+    """Compute it by passes of torch around the step."""
     before = delta.clone()
     moreau_step(delta, grad, gamma, rho, eta, axis)
     return torch.stack([x.double().square().sum() for x in (delta - before, delta)])
@@ -79,16 +79,16 @@ def moreau_cases(s: Setting, dtype: str) -> list[Case]:
     step = {"gamma": TINY, "rho": 1.0}
     result = [ceiling]
     for groups, eta in (("plain step", 0.0), ("rows", 1.0)):
-        apart = on_backend(s.kernel, sums_apart, x, grad, **step, eta=eta, axis=0)
+        apart = run_on_backend(s.kernel, sums_apart, x, grad, **step, eta=eta, axis=0)
         result.append(Case(op, dtype, groups, "sums apart", apart, traffic, ceiling))
     s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
     s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2, rtol=1e-5)
-    plain = on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
+    plain = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
     result.append(Case(op, dtype, "plain step", s.kernel, plain, traffic, ceiling))
     for axis, groups in enumerate(AXES):
         s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
         s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2, rtol=1e-5)
-        ours = on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
+        ours = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
         result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
         result.append(Case(op, dtype, groups, "eager", partial(into, eager_moreau, x, grad, axis), traffic, ceiling))
         in_place = partial(eager_moreau_, x, grad, axis)
@@ -112,7 +112,7 @@ def perturb_cases(s: Setting, dtype: str) -> list[Case]:
     # The normals are equal to 1e-6.
     s.check(op, dtype, partial(perturb, sigma=SIGMA, seed=3), count=2, rtol=1e-5)
     copy = Case(op, dtype, "a plain copy", CEILING, partial(words(out).copy_, words(w0)), 2 * w0.nbytes)
-    ours = on_backend(s.kernel, perturb, w0, delta, SIGMA, seed=3, out=out)
+    ours = run_on_backend(s.kernel, perturb, w0, delta, SIGMA, seed=3, out=out)
     return [
         copy,
         Case(op, dtype, "", s.kernel, ours, traffic, copy),
@@ -134,21 +134,21 @@ def penalty_cases(s: Setting, dtype: str) -> list[Case]:
         for kind in ("l2", "l1"):
             s.check(op, dtype, partial(_penalty_gradient, axis=axis, kind=kind), count=2)
             name = f"{groups}, {kind}"
-            ours = on_backend(s.kernel, add_group_penalty_, grad, w, index, axis, kind, TINY)
+            ours = run_on_backend(s.kernel, add_group_penalty_, grad, w, index, axis, kind, TINY)
             eager = partial(eager_penalty, w, grad, index, axis, kind)
             result += [case(name, s.kernel, ours, traffic, ceiling), case(name, "eager", eager, traffic, ceiling)]
             if s.shared and groups == "columns" and kind == "l2":
-                result.append(case(name, ONE_THREAD, on_one_thread(ours), traffic, ceiling))
+                result.append(case(name, ONE_THREAD, run_on_one_thread(ours), traffic, ceiling))
         s.check(op, dtype, partial(_penalty_value, axis=axis), rtol=1e-5)
         name = f"{groups}, value only"
         reading = case(name, CEILING, partial(read, part), part.nbytes)
-        value = on_backend(s.kernel, group_penalty, w, index, axis, "l2")
+        value = run_on_backend(s.kernel, group_penalty, w, index, axis, "l2")
         result += [reading, case(name, s.kernel, value, part.nbytes, reading)]
     # Every fourth column: whole cache lines come anyway.
     s.check(op, dtype, partial(_penalty_gradient, axis=1, kind="l2", every=4), count=2)
     spread = torch.arange(0, s.cols, 4, device=w.device)
     whole = case("every 4th column", CEILING, partial(add, probe, w), 3 * w.nbytes)
-    ours = on_backend(s.kernel, add_group_penalty_, grad, w, spread, 1, "l2", TINY)
+    ours = run_on_backend(s.kernel, add_group_penalty_, grad, w, spread, 1, "l2", TINY)
     return [*result, whole, case("every 4th column, l2", s.kernel, ours, 3 * w.nbytes, whole)]
 
 
@@ -180,11 +180,11 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
         index, part = last(w, axis, s.selected), region(w, axis, s.selected)
         case = partial(Case, dtype=dtype, traffic=2 * part.nbytes, prepare=s.cold)
         ceiling = case(op, variant=groups, implementation=CEILING, call=partial(touch, region(probe, axis, s.selected)))
-        ours = on_backend(s.kernel, group_soft_threshold, w, index, axis, TINY)
+        ours = run_on_backend(s.kernel, group_soft_threshold, w, index, axis, TINY)
         calls: dict[str, Callable[[], object]] = {
             s.kernel: ours,
             "eager": partial(eager_threshold_, w, index, axis),
-            **({ONE_THREAD: on_one_thread(ours)} if s.shared and groups == "columns" else {}),
+            **({ONE_THREAD: run_on_one_thread(ours)} if s.shared and groups == "columns" else {}),
         }
         s.check(op, dtype, partial(_thresholded, axis=axis))
         result += [
@@ -228,7 +228,7 @@ def difference_cases(s: Setting, dtype: str) -> list[Case]:
     ceiling = Case(op, dtype, "", CEILING, probe, traffic)
     return [
         ceiling,
-        Case(op, dtype, "", s.kernel, on_backend(s.kernel, ours), traffic, ceiling),
+        Case(op, dtype, "", s.kernel, run_on_backend(s.kernel, ours), traffic, ceiling),
         Case(op, dtype, "", "eager", eager, traffic, ceiling),
     ]
 
@@ -248,7 +248,7 @@ def importance_cases(s: Setting, dtype: str) -> list[Case]:
     heads = math.gcd(s.rows, 64)
     for groups, axis, size in (("rows", 0, 1), ("columns", 1, 1), (f"heads of {heads} rows", 0, heads)):
         s.check(op, dtype, partial(_importance, axis=axis, size=size), count=2, rtol=1e-5)
-        ours = on_backend(s.kernel, group_importance, score, w, axis, size)
+        ours = run_on_backend(s.kernel, group_importance, score, w, axis, size)
         result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
         eager = partial(eager_importance, score, w, axis, size)
         result.append(Case(op, dtype, groups, "eager", eager, traffic, ceiling))
@@ -293,7 +293,7 @@ def gather_cases(s: Setting, dtype: str) -> list[Case]:
         probe = partial(words(torch.empty_like(read)).copy_, words(read))
         ceiling = Case(op, dtype, name, CEILING, probe, 2 * read.nbytes)
         keeping = partial(words(out.view(-1)).copy_, words(like))
-        ours = on_backend(s.kernel, slice_gather, x, own_rows, own_columns, scale, out=out)
+        ours = run_on_backend(s.kernel, slice_gather, x, own_rows, own_columns, scale, out=out)
         result += [
             ceiling,
             Case(op, dtype, name, s.kernel, ours, traffic, ceiling),
@@ -312,7 +312,7 @@ def layer_norm_cases(s: Setting, dtype: str) -> list[Case]:
     s.check(op, dtype, lambda a: layer_norm_virtual(a, a[0], a[1], 200), rtol=1e-5)
     traffic = 2 * x.nbytes
     ceiling = Case(op, dtype, "", CEILING, words(x).clone, traffic)
-    ours = on_backend(s.kernel, layer_norm_virtual, x, weight, bias, s.cols + 64)
+    ours = run_on_backend(s.kernel, layer_norm_virtual, x, weight, bias, s.cols + 64)
     stock = partial(torch.nn.functional.layer_norm, x, (s.cols,), weight, bias)
     return [
         ceiling,

@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def shared(self) -> bool:
-        """Whether the fast backend shares the work between threads of a CPU."""
+        """Check whether the fast backend shares the work between threads of a CPU."""
         return self.kernel == "cpp" and torch.get_num_threads() > 1
 
     @cached_property

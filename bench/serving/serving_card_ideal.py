@@ -1,4 +1,4 @@
-"""What a LLaMA's work comes to in FLOPs and bytes, and how much faster a smaller one could be at best."""
+"""Count a LLaMA's work in FLOPs and bytes, and predict how much faster a smaller one could be at best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RATE_ROWS, RATE_BYTES, RATE_REPEATS = 2048, 2**29, 5
 
 @dataclass(frozen=True)
 class Work:
-    """What a model has to do. A product of two numbers and their sum are two FLOPs.
+    """Work of a model. A product of two numbers and their sum are two FLOPs.
 
     Attributes:
         layer_flops: of the layers' matrix products, attention scores among them.
@@ -39,12 +39,12 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """Return all FLOPs."""
         return self.layer_flops + self.fixed_flops
 
     @property
     def bytes(self) -> float:
-        """All of them."""
+        """Return all bytes."""
         return self.layer_bytes + self.fixed_bytes
 
 
@@ -65,7 +65,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does at best, with as many threads as vLLM uses.
+    """Best rates of a machine, with as many threads as vLLM uses.
 
     Attributes:
         flops: FLOPs per second of a matrix product in bfloat16.
@@ -82,9 +82,9 @@ class Ideal:
 
     Attributes:
         flops: the dense model's FLOPs over its own.
-        bytes: the same of bytes.
+        bytes: the dense model's bytes over its own.
         binds: which of the two takes the dense model longer: "FLOPs" or "bytes".
-        left: share of that which is the head's, the embedding's and the choice of tokens, and which no cut touches.
+        left: share of the head, the embedding and the choice of tokens in it, which no cut changes.
     """
 
     flops: float
@@ -94,24 +94,24 @@ class Ideal:
 
     @property
     def ratio(self) -> float:
-        """Of what binds."""
+        """Return the ratio of the one that binds."""
         return self.flops if self.binds == "FLOPs" else self.bytes
 
 
 def layer_parameters(sizes: Sizes, widths: LayerWidths) -> int:
-    """Weights of a layer's seven matrices: queries, keys, values and outputs, and the three of the MLP."""
+    """Count the weights of a layer's seven matrices: queries, keys, values and outputs, and the three of the MLP."""
     query_heads, kv_heads, ffn = widths
     return sizes.hidden_size * (sizes.head_dim * 2 * (query_heads + kv_heads) + 3 * ffn)
 
 
 def parameters(sizes: Sizes, layers: Sequence[LayerWidths]) -> int:
-    """All weights of a model whose head is its embedding, norms among them."""
+    """Count all weights of a model whose head is its embedding, norms among them."""
     norms = (2 * len(layers) + 1) * sizes.hidden_size
     return sum(layer_parameters(sizes, w) for w in layers) + sizes.hidden_size * sizes.vocab_size + norms
 
 
 def work(sizes: Sizes, layers: Sequence[LayerWidths], load: Workload) -> Work:
-    """What a model does for a workload.
+    """Count the work of a model for a workload.
 
     The prompts are read in one step, which chooses the first new token of each; every further token is a step for all
     sequences. A token attends to itself and to those before it. Activations are not counted as bytes: they stay in the
@@ -142,7 +142,7 @@ def work(sizes: Sizes, layers: Sequence[LayerWidths], load: Workload) -> Work:
 
 
 def ideal(dense: Work, smaller: Work, rates: Rates) -> Ideal:
-    """How much faster a smaller model could be than the dense one on a machine.
+    """Return how much faster a smaller model could be than the dense one on a machine.
 
     Args:
         dense: the dense model's work.
@@ -155,7 +155,7 @@ def ideal(dense: Work, smaller: Work, rates: Rates) -> Ideal:
 
 
 def machine_rates(plan: PrunePlan) -> dict[str, float]:
-    """:func:`measure_rates` of what vLLM runs on; a GPU in a process of its own, which leaves nothing on it."""
+    """Call :func:`measure_rates` for vLLM's device; for a GPU in a separate process, which frees its memory."""
     if not fills_gpu("vllm"):
         return measure_rates(plan)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -197,14 +197,14 @@ def measure_rates(plan: PrunePlan, device: str = "cpu") -> dict[str, float]:
 
 
 def _fastest(call: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest turn, after one that does not count."""
+    """Return the seconds of the fastest turn, after one that does not count."""
     import torch
 
-    found = []
+    seconds = []
     for _ in range(RATE_REPEATS + 1):
         start = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -42,11 +42,13 @@ def card(records: RecordFile) -> str:
         machine = machine_of(rates["environment"])
         rows = [row for kind in KINDS for row in records.of(kind).values() if machine_of(row["environment"]) == machine]
         for release in dict.fromkeys(vllm_release(row["environment"]) for row in rows):
-            lines += _of_release([row for row in rows if vllm_release(row["environment"]) == release], rates, release)
+            lines += _release_tables(
+                [row for row in rows if vllm_release(row["environment"]) == release], rates, release
+            )
     return "\n\n".join(lines) if lines[1:] else "Nothing is recorded yet; run the bench without --only-table first."
 
 
-def _of_release(rows: Sequence[Json], rates: Json, release: str) -> list[str]:
+def _release_tables(rows: Sequence[Json], rates: Json, release: str) -> list[str]:
     environment = rates["environment"]
     on = f", on {rates['threads']} of them" if rates["threads"] else ""
     lines = [
@@ -103,11 +105,11 @@ def engine_table(records: Sequence[Json], rates: Mapping[str, Any]) -> str:
         for name in record["names"]:
             figures = record["figures"][name]
             row = (record["quantity"], name, f"{figures['seconds']:.3f}")
-            rows.append((*row, *_compared(record, name, figures, load, rates)))
+            rows.append((*row, *_comparison(record, name, figures, load, rates)))
     return markdown_table(Table("", ("workload", "model", "s", "ratio", *IDEAL_COLUMNS), tuple(rows)))
 
 
-def _compared(
+def _comparison(
     record: Json, name: str, figures: Json, load: Workload, rates: Mapping[str, Any]
 ) -> tuple[Cell, ...]:  # fmt: skip
     """Return the cells that compare a model with the dense one; empty ones for the dense model itself."""
@@ -154,7 +156,7 @@ def load_table(record: Json, rates: Mapping[str, Any]) -> str:
         for name in record["names"]:
             figures = record["summary"][name][f"{concurrency} at once"]
             row = (f"{concurrency} at once", name, f"{figures['tokens_per_second']['median']:.1f}")
-            rows.append((*row, *_compared(record, name, figures, load, rates)))
+            rows.append((*row, *_comparison(record, name, figures, load, rates)))
     turns = " to ".join(map(str, dict.fromkeys(record["turns"])))
     head = f"Prompts of {o['prompt_tokens']} tokens, {o['new_tokens']} new ones; turns of each model and load: {turns}."
     columns = ("load", "model", "output tokens/s", "ratio", *IDEAL_COLUMNS)

@@ -10,10 +10,10 @@ For one NVIDIA GPU of 80 GB; nothing is downloaded, and weights are random. Part
 * bandwidth: bench/kernels/ops.py without torch.compile, every Triton kernel next to a copy of the same memory. The
   matrices are so large that neither the L2 cache nor launches count (16384 x 11008, all of the groups selected).
 * dress, elder, lora, distil: train_step.py, a whole step of this form at LLaMA-2-7B's shapes, 1 x 2048 tokens,
-  beside plain PyTorch loops; measured peaks over predicted ones.
+  next to plain PyTorch loops; measured peaks over predicted ones.
 * serving: dense, shorter and unequally narrower models of the same shapes in vLLM. Left out where vLLM is missing.
 
-Each part is a process of its own with a time limit; the others run whatever becomes of it. Figures are appended to
+Each part is a separate process with a time limit; the others run whatever becomes of it. Figures are appended to
 ops.jsonl, optimizer.jsonl and gpu_card.jsonl in --results, with the device's name. The last table says what ran, what
 was left out, and why.
 
@@ -77,8 +77,8 @@ class Part:
         module: what Python runs, with its arguments.
         records: the file that it appends to.
         seconds: the limit.
-        environment: variables beside those of this process.
-        left_out: why it does not run; empty if it does.
+        environment: further variables of its process.
+        left_out: the obstacle that keeps it from running; empty if it runs.
     """
 
     name: str
@@ -91,13 +91,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part.
+    """Result of a part.
 
     Attributes:
         part: its name.
         state: ran, failed or left out.
         seconds: that it took.
-        note: where its figures are, or the reason.
+        note: the file of its figures, or the reason.
     """
 
     part: str
@@ -107,7 +107,7 @@ class Outcome:
 
 
 def parts(names: Sequence[str], results: Path, *, small: bool) -> list[Part]:
-    """The parts to run, in their order.
+    """Return the parts to run, in their order.
 
     Args:
         names: of the parts.
@@ -142,14 +142,14 @@ def parts(names: Sequence[str], results: Path, *, small: bool) -> list[Part]:
 
 
 def run(chosen: Iterable[Part]) -> Iterator[Outcome]:
-    """Run the parts one after another, whatever becomes of each."""
+    """Run the parts one after another, also after a failure."""
     for part in chosen:
         say(f"{part.name}: {part.left_out or f'at most {part.seconds / 60:.0f} minutes'}", "bold")
         yield Outcome(part.name, LEFT_OUT, 0.0, part.left_out) if part.left_out else run_part(part)
 
 
 def run_part(part: Part) -> Outcome:
-    """Run one part to its end or its limit; what it prints is passed on."""
+    """Run one part to its end or its limit, and pass its output on."""
     begin, before = time.monotonic(), len(_lines(part.records))
     process = subprocess.Popen(
         [sys.executable, "-m", *part.module],
@@ -220,7 +220,7 @@ def check_gpu() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts and print what became of them; return the exit status."""
+    """Run the parts and print their results; return the exit status."""
     options = _parser().parse_args(arguments)
     results = options.results or ROOT / ("out/gpu-card" if options.small else "bench/results")
     outcomes: list[Outcome] = []

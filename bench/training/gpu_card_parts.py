@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench._card_plans import UNEQUAL, card_plans
 from bench._command import exit_status
-from bench._machine import beside_dense
+from bench._machine import compare_with_dense
 from pyprune.errors import MissingDependencyError, PypruneError
 from pyprune.families import family_for
 from pyprune.fit.profile import DENSE, Timing
@@ -116,7 +116,7 @@ def serve(options: argparse.Namespace) -> None:
         with EngineGroup(options.engine, DTYPE, workloads, config.vocab_size) as engines:
             for group, turns in engines.in_groups(dense, names, write, room=room, repeats=options.repeats):
                 for name in group:
-                    measured = {q: beside_dense(turns, name, q) for q in workloads}
+                    measured = {q: compare_with_dense(turns, name, q) for q in workloads}
                     lines += _lines(name, measured)
                     _record(options, name, plans[name].to_dict(), measured, turns)
                     shutil.rmtree(Path(work) / name.replace(" ", "-"))

@@ -5,8 +5,8 @@ r"""Training that torchrun divides among processes: what each of them holds, mea
 
 Measured: one training of all weights (float32 moments, bfloat16 autocast, 8 x 256 tokens a step, clipping at 1, a copy
 of the last good weights), through :func:`pyprune.train.loop.train`. Peaks are of torch's allocator in the first
-process, from the whole model in memory to the whole model in memory again; beside them stands what
-:mod:`pyprune.train.memory` predicts for the training itself. On one machine processes share cores and memory, so that
+process, from the whole model in memory to the whole model in memory again. The table also has the prediction of
+:mod:`pyprune.train.memory` for the training itself. On one machine processes share cores and memory, so that
 seconds say what dividing costs, not what it gains.
 
 On paper: what :mod:`pyprune.train.memory` finds, for steps of 64 x 2048 tokens, one sequence in a forward pass, with
@@ -73,7 +73,7 @@ class _Timed(Objective):
 
 
 def measure(steps: int) -> dict[str, Any]:
-    """One process's part of the training, and what it held."""
+    """Run one process's part of the training; return its peak and seconds."""
     _, model, _ = the_model(None)
     model = model.train()
     config = replace(CONFIG, steps=steps)
@@ -108,7 +108,7 @@ def launched(number: int, steps: int) -> dict[str, Any]:
 
 
 def predicted(number: int) -> TrainingMemory:
-    """What the training holds in each of some processes."""
+    """Predict the memory of each process of the training."""
     config = the_model(None)[1].config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: the calls that it consists of, timed while it runs."""
+"""Time the parts of a training step: the calls that it consists of, while it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Watched = tuple[Any, str, str]
 
 @dataclass
 class _Stopwatch:
-    """Milliseconds by part; what a call spends in a part of its own counts there alone."""
+    """Milliseconds by part; a part within another counts once, for itself."""
 
     device: torch.device
     milliseconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -295,13 +295,13 @@ def _plain(
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
     ids = tokens(options.dense.config, options.batch, options.length).to(options.dense.device)
     stream: list[Tensor] = []
-    handles = [_watched(layer, stream) for layer in _watched_layers(form, model)]
+    handles = [_watch(layer, stream) for layer in _watched_layers(form, model)]
 
     def step() -> None:
         stream.clear()
         with torch.autocast(ids.device.type, dtype=torch.bfloat16):
             out = model(input_ids=ids, labels=ids, use_cache=False)
-            loss = out.loss if teacher is None else _distilled(out, teacher, ids)
+            loss = out.loss if teacher is None else _distillation_loss(out, teacher, ids)
         if form == "dress":
             loss = loss + 1e-3 * _group_norms(model)
         loss = loss + 1e-3 * sum(stream)
@@ -316,7 +316,7 @@ def _plain(
 
     parts: list[Watched] = [
         (model, "forward", FORWARD),
-        (sys.modules[__name__], "_distilled", FORWARD),
+        (sys.modules[__name__], "_distillation_loss", FORWARD),
         (sys.modules[__name__], "_group_norms", PENALTY),
         (Tensor, "backward", BACKWARD),
         (nn.utils, "clip_grad_norm_", NORM),
@@ -333,7 +333,7 @@ def _watched_layers(form: Form, model: Any) -> list[nn.Module]:
     return [layers[i] for i in LAYERS] if layers else []
 
 
-def _watched(layer: nn.Module, stream: list[Tensor]) -> Any:
+def _watch(layer: nn.Module, stream: list[Tensor]) -> Any:
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
         after = output[0] if isinstance(output, tuple) else output
         stream.append((after.float() - inputs[0].float()).norm(dim=-1).mean())
@@ -341,7 +341,7 @@ def _watched(layer: nn.Module, stream: list[Tensor]) -> Any:
     return layer.register_forward_hook(hook)
 
 
-def _distilled(out: Any, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
+def _distillation_loss(out: Any, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.no_grad():
         taught = teacher(input_ids=ids, use_cache=False).logits
     own, taught = (x[:, :-1].flatten(0, 1).float().log_softmax(-1) for x in (out.logits, taught))
@@ -369,13 +369,13 @@ def measure(form: Form, options: argparse.Namespace) -> Iterator[dict[str, Any]]
     """Return records of all implementations: in turns if weights are copied, else one after another."""
     if options.dense.model is not None:
         compiled = (COMPILED,) if options.compiled else ()
-        yield from _measured(form, (PLAIN, FULL, LEAN, *compiled), options)
+        yield from _measure_in_turns(form, (PLAIN, FULL, LEAN, *compiled), options)
         return
     for name in (PLAIN, PLAIN_NARROW, FULL, LEAN):
-        yield _measured_alone(form, name, options)
+        yield _measure_alone(form, name, options)
 
 
-def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure_in_turns(form: Form, names: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time implementations in turns, and then find the peak of each."""
     device = options.dense.device
     with ExitStack() as stack:
@@ -391,10 +391,10 @@ def _measured(form: Form, names: Sequence[str], options: argparse.Namespace) -> 
     return records
 
 
-def _measured_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure_alone(form: Form, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time one implementation, which may not fit, and free its memory."""
     try:
-        return _measured(form, [name], options)[0]
+        return _measure_in_turns(form, [name], options)[0]
     except torch.OutOfMemoryError as error:
         print(f"\n{LABELS[form]}, {name}: {str(error).splitlines()[0]}", file=sys.stderr)
     finally:
@@ -529,7 +529,7 @@ def _records(file: Path, tokenizer: Any) -> Batch:
     return split_disjoint(tokenizer, {"records": data})["records"]
 
 
-def by_tokens(batch: Batch, tokens: int) -> list[Batch]:
+def split_by_tokens(batch: Batch, tokens: int) -> list[Batch]:
     """Split a batch into passes of at most that many tokens with padding: rows of like length together."""
     ordered = torch.argsort(batch.real.sum(1), stable=True)
     lengths = batch.real.sum(1)[ordered].tolist()
@@ -550,7 +550,7 @@ class _SplitByTokens(Whole):
 
     @override
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
-        for micro in by_tokens(batch, self.tokens):
+        for micro in split_by_tokens(batch, self.tokens):
             yield micro, True
 
 

@@ -18,10 +18,10 @@ from bench.fit.fit import (
     Bench,
     _best_layers,
     _first_that_keeps,
-    _planned,
+    _plan_of,
     _rows,
     _spread_layers,
-    _stored,
+    _stored_amount,
     _widths,
     table,
 )
@@ -59,7 +59,7 @@ def fitting(tmp_path_factory: pytest.TempPathFactory) -> Fitting:
 
 def test_every_arm_keeps_the_budget(fitting: Fitting) -> None:
     budget = Budget.parse("parameters=85%")
-    found = {arm: _planned(fitting, budget, arm)[0] for arm in USUAL}
+    found = {arm: _plan_of(fitting, budget, arm)[0] for arm in USUAL}
     parameters = Quantity("parameters")
     most = 0.85 * fitting.costs.predicted(parameters, fitting.identity)
     assert all(fitting.costs.predicted(parameters, plan) <= most for plan in found.values())
@@ -138,14 +138,14 @@ def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:
     memory = Quantity("memory", 64)
     plan = fitting.identity.drop_layers([1]).with_layer(0, query_heads=[0, 1], kv_heads=[0], ffn=range(16))
     counted = fitting.costs.predicted(memory, plan)
-    assert _stored(count_parameters(fitting.tries.model(plan)), plan, memory) == pytest.approx(counted)
+    assert _stored_amount(count_parameters(fitting.tries.model(plan)), plan, memory) == pytest.approx(counted)
 
 
 def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
     least = fitting.costs.fixed(Quantity("parameters"), fitting.identity.dense.hidden_size)
     share = least / fitting.costs.predicted(Quantity("parameters"), fitting.identity)
     budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
-    assert _planned(fitting, budget, "one width")[0] is None
+    assert _plan_of(fitting, budget, "one width")[0] is None
 
 
 class _Engine:
@@ -186,4 +186,4 @@ def test_recorded_plans_are_timed_beside_the_dense_model(tmp_path: Path, monkeyp
     assert set(found) == set(bench.records.of("row"))
     assert {row["measured_share"] for row in found.values()} == {0.5}
     assert all(row["seconds"] == 0.2 and row["dense_seconds"] == 0.4 for row in found.values())
-    assert not bench._untimed(), "nothing is measured twice"
+    assert not bench._rows_to_time(), "nothing is measured twice"

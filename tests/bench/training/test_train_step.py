@@ -133,7 +133,7 @@ def test_passes_by_tokens_hold_no_more_of_them_and_every_record() -> None:
     ids = torch.full((6, 10), IGNORED)
     for row, length in enumerate((3, 9, 3, 5, 4, 9)):
         ids[row, :length] = row
-    passes = train_step.by_tokens(Batch.of(ids), 12)
+    passes = train_step.split_by_tokens(Batch.of(ids), 12)
     assert [tuple(micro.ids.shape) for micro in passes] == [(3, 4), (1, 5), (1, 9), (1, 9)]
     assert [micro.ids[:, 0].tolist() for micro in passes] == [[0, 2, 4], [3], [1], [5]]
 
