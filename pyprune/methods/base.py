@@ -203,15 +203,10 @@ class Deferred:
 
     path: str
 
-    def load(self) -> Callable[..., Any]:
-        """Import and return the function."""
-        module, _, name = self.path.partition(":")
-        function: Callable[..., Any] = getattr(import_module(module), name)
-        return function
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Import the function and call it."""
-        return self.load()(*args, **kwargs)
+        module, _, name = self.path.partition(":")
+        return getattr(import_module(module), name)(*args, **kwargs)
 
 
 @dataclass(frozen=True)

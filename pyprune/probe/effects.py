@@ -39,7 +39,6 @@ class EffectSnapshot:
     """One model's state, as sums.
 
     Attributes:
-        removed_hidden: number of hidden channels that are removed.
         removed_layers: dense indices of the layers that are removed.
         weights: parameter name -> sums over its hidden axis (1 + w for unit-offset norms); empty when no channel
             is removed.
@@ -47,7 +46,6 @@ class EffectSnapshot:
         cosines: per layer, mean over tokens of the cosine between the layer's input and output.
     """
 
-    removed_hidden: int
     removed_layers: tuple[int, ...]
     weights: dict[str, Sums]
     activations: tuple[Sums, ...]
@@ -137,7 +135,6 @@ def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSn
     finally:
         hooks.remove()
     return EffectSnapshot(
-        removed_hidden=len(plan.removed_hidden),
         removed_layers=plan.removed_layers,
         weights=weight_sums(model, plan),
         activations=tuple(sums[i] for i in range(len(layers))),

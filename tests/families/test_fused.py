@@ -17,7 +17,6 @@ from pyprune.families import Row, family_for, parameter_shapes, parameters_after
 from pyprune.families.base import kept_positions
 from pyprune.methods.registry import get_method, own_methods
 from pyprune.methods.score import ScoreMethod
-from pyprune.methods.score._structures import ranked_places
 from pyprune.probe.effects import weight_sums
 from pyprune.run.recipe import build_config
 from tests._support.compare import assert_same_logits
@@ -61,7 +60,7 @@ def group_scores(model: PreTrainedModel, config: PruneConfig) -> dict[Any, Tenso
     method = get_method(config.method)
     assert isinstance(method, ScoreMethod)
     method.scorer(run)
-    return {place: run.scores.group_scores(*place) for place in ranked_places(run.scope)}
+    return {place: run.scores.group_scores(*place) for place in run.scope.places}
 
 
 def test_the_twins_are_one_function() -> None:

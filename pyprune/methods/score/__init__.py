@@ -11,8 +11,9 @@ where ``score(run)`` adds the scores of one round; :mod:`pyprune.methods.score.b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -75,20 +76,12 @@ class ScoreMethod(Method):
         return super().streaming_obstacle(config)
 
 
-@dataclass(frozen=True)
-class _DecideByScores:
-    scorer: Scorer
+def _decide(
+    scorer: Scorer, model: Any, samples: Any, request: PlanRequest, run: RunOptions = NO_RUN, /
+) -> PlanDecision:
+    from pyprune.methods.score.base import decide_by_scores
 
-    def __call__(
-        self,
-        model: Any,
-        samples: Any,
-        request: PlanRequest,
-        run: RunOptions = NO_RUN,
-    ) -> PlanDecision:
-        from pyprune.methods.score.base import decide_by_scores
-
-        return decide_by_scores(self.scorer, model, samples, request, stored=run.stored)
+    return decide_by_scores(scorer, model, samples, request, stored=run.stored)
 
 
 def score_method(
@@ -98,14 +91,10 @@ def score_method(
     *,
     text: bool = True,
     from_disk: tuple[ScoreAxis, ...] = (),
-    gradients: bool = False,
-    holds: str = "",
-    batches: bool = True,
     seed: bool = False,
-    options: type[MethodOptions] = MethodOptions,
-    presets: Mapping[str, Callable[[], PruneConfig]] | None = None,
+    **fields: Any,
 ) -> ScoreMethod:
-    """Return the registry's entry of a scoring method.
+    """Return the registry's entry of a scoring method; without presets a run starts from :func:`scoring_config`.
 
     Args:
         name: name of the file or folder.
@@ -114,11 +103,8 @@ def score_method(
         text: whether the scorer reads calibration text.
         from_disk: axes for which the scorer takes weights, statistics and gradients only from ``run``
             (:class:`Scoring`), which reads a tensor or a layer at a time if the model is not in memory.
-        gradients, holds, batches: see :class:`ScoreMethod`.
         seed: whether the scorer reads ``run.request.seed``, instead of a seed among the method's options.
-        options: class of the method's own options.
-        presets: name -> function that builds it; without one of the method's name, a run starts from
-            :func:`scoring_config`.
+        fields: other fields of :class:`ScoreMethod`: gradients, holds, batches, removes, options, presets.
     """
     function = Deferred(scorer) if isinstance(scorer, str) else scorer
     return ScoreMethod(
@@ -126,17 +112,13 @@ def score_method(
         axis="structures",
         summary=summary,
         scorer=function,
-        decide=_DecideByScores(function),
+        decide=partial(_decide, function),
         regularise=None,
         reads_text=text,
         from_disk=bool(from_disk),
         disk_axes=from_disk,
-        gradients=gradients,
-        holds=holds,
-        batches=batches,
         reads_seed=seed,
-        options=options,
-        presets=presets or {},
+        **fields,
     )
 
 

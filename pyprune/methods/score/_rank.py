@@ -22,7 +22,7 @@ from pyprune.config.score import ScoreAxis
 from pyprune.errors import ConfigError
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.ratio import decide_hidden_count, share_of_parameters, sufficient_ratio
-from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, ranked_places
+from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores
 from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
 
 
@@ -80,7 +80,7 @@ class Ranking:
         Raises:
             ConfigError: the goal removes nothing, cannot be reached, or is not legal.
         """
-        orders = [self._order(scores, before, layer, axis) for layer, axis in ranked_places(self.scope)]
+        orders = [self._order(scores, before, *place) for place in self.scope.places]
         counts = self._counts(orders, done)
         if done == 1 and not any(counts.values()):
             self._refuse_nothing(orders)
@@ -93,9 +93,9 @@ class Ranking:
             ConfigError: the goal cannot be reached, or is not legal.
         """
         alike = StructureScores(self.scope, "sum")
-        for layer, axis in ranked_places(self.scope):
+        for layer, axis in self.scope.places:
             alike.add_structures(layer, axis, "unit", torch.zeros(self.scope.units(axis)))
-        orders = [self._order(alike, self.identity, layer, axis) for layer, axis in ranked_places(self.scope)]
+        orders = [self._order(alike, self.identity, *place) for place in self.scope.places]
         self._counts(orders, Fraction(1))
 
     def _counts(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:

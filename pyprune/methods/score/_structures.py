@@ -108,6 +108,13 @@ class OpenUnits:
         whole = config.heads_unit == "kv_group" or dense.group_size == 1
         return cls(dense, config.axes, tuple(layers), whole)
 
+    @property
+    def places(self) -> tuple[tuple[int | None, ScoreAxis], ...]:
+        """Return the (layer, axis) of all ranked units, in the order in which ties are broken."""
+        inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
+        places = [(layer, axis) for layer in self.layers for axis in inner if axis in self.axes]
+        return (*places, (None, "hidden")) if "hidden" in self.axes else tuple(places)
+
     def dims(self, row: Row, layer: int | None) -> tuple[tuple[Projection, int, LayerAxis], ...]:
         """Return the open dimensions of a parameter's projections, and the (layer, axis) of their structures."""
         return tuple(
@@ -265,12 +272,3 @@ def _aggregate(structures: Tensor, how: str) -> Tensor:
         "prod": lambda s: s.log().sum(0),
     }
     return functions[how](structures)
-
-
-def ranked_places(scope: OpenUnits) -> tuple[tuple[int | None, ScoreAxis], ...]:
-    """Return the (layer, axis) of all ranked units, in the order in which ties are broken."""
-    inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
-    places: list[tuple[int | None, ScoreAxis]] = [
-        (i, axis) for i in scope.layers for axis in inner if axis in scope.axes
-    ]
-    return (*places, (None, "hidden")) if "hidden" in scope.axes else tuple(places)

@@ -48,7 +48,7 @@ from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores, ranked_places
+from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import Moments, gather_moments
 
@@ -133,7 +133,7 @@ class Scoring:
         blocks: dict[ScoreAxis, Block] = {"heads": "attention", "ffn": "mlp"}
         return {
             (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(blocks[axis])}"
-            for layer, axis in ranked_places(self.scope)
+            for layer, axis in self.scope.places
         }
 
     @torch.no_grad()
@@ -323,7 +323,7 @@ def score_spread(run: Scoring) -> dict[str, dict[str, float | None]]:
     """
     spread: dict[str, dict[str, float | None]] = {}
     for axis in run.scope.axes:
-        places = [place for place in ranked_places(run.scope) if place[1] == axis]
+        places = [place for place in run.scope.places if place[1] == axis]
         values = torch.cat([run.scores.group_scores(*place) for place in places])
         spread[axis] = {
             "units": values.numel(),
@@ -344,7 +344,7 @@ def _zero_warnings(run: Scoring, ranking: Ranking, before: PrunePlan) -> list[st
     """Warn of equal scores, which only the tie-break ranks; units that are removed already do not count."""
     warnings = []
     for axis in run.scope.axes:
-        places = [place for place in ranked_places(run.scope) if place[1] == axis]
+        places = [place for place in run.scope.places if place[1] == axis]
         values = torch.cat([ranking.remaining_scores(run.scores, before, *place) for place in places])
         zeros = float((values == 0).double().mean())
         if values.numel() > 1 and bool((values == values[0]).all()):

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pyprune.families import parameter_shapes
-from pyprune.methods.score._structures import ranked_places
 from pyprune.methods.score.base import make_ranking
 from tests._support.models import tiny_model
 from tests._support.scores import NO_SAMPLES, Scores, decision_of, injected, options, scoring_of, widths
@@ -68,7 +67,7 @@ def test_normalise_axis_divides_by_the_mean_over_all_open_layers() -> None:
     for (layer, axis), values in scores.items():
         run.add_units(layer, axis, torch.tensor(values))
     ranking = make_ranking(model, run.request)
-    orders = [ranking._order(run.scores, ranking.identity, *place) for place in ranked_places(run.scope)]
+    orders = [ranking._order(run.scores, ranking.identity, *place) for place in run.scope.places]
     compared = dict(zip(((o.layer, o.axis) for o in orders), ranking._normalise(orders), strict=True))
     # A KV group sums three query heads; the means are 60 for groups and 2 for channels.
     assert compared[0, "heads"] == pytest.approx([135 / 60] * 2)

@@ -16,7 +16,6 @@ from pyprune.cut.mask import masked
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, TrainingError
 from pyprune.families import named_axes
 from pyprune.methods.registry import read_config
-from pyprune.methods.score._structures import ranked_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.loraprune import LoraPruneOptions
 from pyprune.methods.score.loraprune import score as loraprune
@@ -42,7 +41,7 @@ def scored(model: Any, config: PruneConfig, samples: Tensor = SAMPLES) -> Scorin
 
 
 def group_scores(run: Scoring) -> Tensor:
-    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in ranked_places(run.scope)])
+    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in run.scope.places])
 
 
 def test_the_guided_gradient_is_the_change_of_the_product() -> None:

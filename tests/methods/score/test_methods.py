@@ -16,7 +16,6 @@ from pyprune.methods.base import own_options
 from pyprune.methods.registry import get_method, method_modules, method_preset
 from pyprune.methods.score import ScoreMethod, Scorer
 from pyprune.methods.score._descent import Descent, Noise
-from pyprune.methods.score._structures import ranked_places
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.run.recipe import build_config
@@ -47,7 +46,7 @@ def scored(model: Any, config: PruneConfig) -> Scoring:
 
 
 def group_scores(run: Scoring) -> Tensor:
-    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in ranked_places(run.scope)])
+    return torch.cat([run.scores.group_scores(layer, axis) for layer, axis in run.scope.places])
 
 
 def gradients_at(model: Any, weights: dict[str, Tensor], samples: Tensor = SAMPLES) -> dict[str, Tensor]:

@@ -22,13 +22,11 @@ def _flap() -> PruneConfig:
     )
 
 
-METHOD = replace(
-    score_method(
-        "flap",
-        "FLAP: remove the heads and channels that fluctuate least, and add their mean as a bias.",
-        f"{__name__}.score:score",
-        from_disk=("heads", "ffn"),
-        presets=paper_presets("flap", _flap),
-    ),
+METHOD = score_method(
+    "flap",
+    "FLAP: remove the heads and channels that fluctuate least, and add their mean as a bias.",
+    f"{__name__}.score:score",
+    from_disk=("heads", "ffn"),
     removes="heads and FFN channels",
+    presets=paper_presets("flap", _flap),
 )

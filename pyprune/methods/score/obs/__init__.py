@@ -40,15 +40,13 @@ def _obs() -> PruneConfig:
     )
 
 
-METHOD = replace(
-    score_method(
-        "obs",
-        "Optimal Brain Surgeon: remove the heads and channels that the others can best replace.",
-        f"{__name__}.score:score",
-        from_disk=("heads", "ffn"),
-        gradients=True,
-        options=ObsOptions,
-        presets={"obs": _obs},
-    ),
+METHOD = score_method(
+    "obs",
+    "Optimal Brain Surgeon: remove the heads and channels that the others can best replace.",
+    f"{__name__}.score:score",
+    from_disk=("heads", "ffn"),
+    gradients=True,
     removes="heads and FFN channels",
+    options=ObsOptions,
+    presets={"obs": _obs},
 )

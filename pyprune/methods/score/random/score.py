@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyprune.methods.base import own_options
 from pyprune.methods.score._memory import measure_memory
-from pyprune.methods.score._structures import OpenUnits, ranked_places
+from pyprune.methods.score._structures import OpenUnits
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.random import RandomOptions
 
@@ -16,7 +16,7 @@ def score(run: Scoring) -> None:
     """Add a number from [0, 1) to every unit; the weights are not read."""
     seed = own_options(run.request, RandomOptions).seed
     with measure_memory(run):
-        for layer, axis in ranked_places(run.scope):
+        for layer, axis in run.scope.places:
             # One generator a place, so that opening another layer or axis changes no other scores.
             place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
             generator = torch.Generator().manual_seed(seed * 1_000_003 + place)
