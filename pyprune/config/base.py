@@ -21,7 +21,7 @@ MOST_PROBLEMS = 10
 LONGEST_TEXT = 4096
 """Characters of a name or path."""
 LARGEST_SEED = 2**32 - 1
-"""The seeds of steps and epochs are multiples of the option's, and have to stay below 2**64."""
+"""The seeds of steps and epochs are multiples of the option's, and must be below 2**64."""
 LARGEST_INDEX = 10_000_000
 """Largest index of a layer or channel, and number of them; far beyond every model."""
 LARGEST_WEIGHT = 1_000_000

@@ -101,7 +101,7 @@ class ScoreConfig(Config):
                 "leave the other axes out."
             )
         if counts and not self.is_local:
-            yield "counts say what stays in every open layer, which is a local ranking; set ranking to local."
+            yield "counts fix the kept size of every open layer, which is a local ranking; set ranking to local."
         if not self.is_local and "hidden" in axes and len(axes) != 1:
             yield (
                 "a global ranking cannot compare hidden channels, which all layers share, with heads or ffn; "

@@ -1,10 +1,10 @@
 """Methods, found by looking: one file or folder a method under regularise/, score/, layers/ and hidden/.
 
-It defines ``METHOD``, whose ``name`` is that of the file: what the method does, its options and its presets. Nothing is
+It defines ``METHOD``, with the file's ``name``, the functions of the method, its options and its presets. Nothing is
 registered by import, and no list is kept by hand; two files of one name are an error. Declaring a method imports no
-torch: what computes is imported when it is called. Installed packages bring methods by entry points of the group
-``pyprune.methods``: the method's name -> a module with ``METHOD``, or the method itself. None of them is imported
-before it is asked for.
+torch: functions that compute are imported when they are called. Installed packages bring methods by entry points of the
+group ``pyprune.methods``: the method's name -> a module with ``METHOD``, or the method itself. None of them is imported
+before somebody asks for it.
 
 A run of a method starts from the preset of the same name, however the method was chosen: by --method, by --preset or by
 a recipe's ``method``.

@@ -349,7 +349,7 @@ class Ranking:
     def _last_within(
         self, orders: Sequence[RankedUnits], goal: float, steps: int, counts_at: Callable[[int], Counts]
     ) -> int:
-        """The last step, 0 to ``steps``, whose share of parameters is within the goal (shares grow with the steps)."""
+        """Return the last step, 0 to ``steps``, whose share of parameters is within the goal (shares grow with it)."""
         # bisect_right finds the first step beyond the goal; rounding of the share itself must not decide.
         beyond = bisect_right(range(steps + 1), goal + 1e-12, key=lambda step: self._share(orders, counts_at(step)))
         return beyond - 1

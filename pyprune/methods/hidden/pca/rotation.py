@@ -39,7 +39,7 @@ def rotation_obstacle(family: Family, config: PretrainedConfig) -> str | None:
     """Return why the stream of a model cannot be rotated, by its family's table; None if it can."""
     norms = [row for row in family.rows if row.role in ("pre_norm", "post_norm", "final_norm")]
     if family.norm != "rms":
-        return "its LayerNorm subtracts the mean over the channels, which depends on what the channels are"
+        return "its LayerNorm subtracts the mean over the channels, which depends on the choice of channels"
     if any(row.role == "post_norm" for row in norms):
         return "a norm with a weight for each channel stands between its blocks and the stream"
     if any(row.is_bias for row in norms):
@@ -71,7 +71,7 @@ def check_rotatable(model: PreTrainedModel) -> None:
 def rotate_(model: PreTrainedModel | LayerRunner, rotation: Tensor) -> None:
     """Rotate the residual stream of a dense model, in place; the weights of its norms become 1 (0 where 1 is added).
 
-    Products are float64 and rounded once to the weights' dtype. The logits stay the same up to that rounding.
+    Products are float64 and rounded once to the weights' dtype. The logits are the same up to that rounding.
 
     Args:
         model: a dense model of a family without a :func:`rotation_obstacle`, any dtype and device, or a runner that

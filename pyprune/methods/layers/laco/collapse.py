@@ -173,7 +173,7 @@ def _search(layers: int, count: int, options: LacoOptions, similarity: _Similari
 def _sweep(
     layers: int, count: int, options: LacoOptions, similarity: _Similarity, threshold: float
 ) -> tuple[Collapsed, list[float]]:
-    """Run algorithm 1 at one threshold until ``count`` layers are removed; return the rest and what was refused."""
+    """Run algorithm 1 at one threshold until ``count`` layers are removed; return the rest and refused similarities."""
     collapsed: Collapsed = tuple((index, ((index, 1),)) for index in range(layers))
     refused: list[float] = []
     position = max(options.lowest, layers - 1 - options.merge)

@@ -1,4 +1,4 @@
-"""Greedy removal by the loss of what is left (Song et al., "SLEB", section 3, their third metric).
+"""Greedy removal by the loss of the remaining model (Song et al., "SLEB", section 3, their third metric).
 
     round r:  remove  argmin over the remaining layers j of  LM(model without the layers removed so far and without j)
 

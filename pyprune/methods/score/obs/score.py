@@ -43,7 +43,7 @@ def score(run: Scoring) -> None:
     """Add the cost of every open head and FFN channel, in nats a token.
 
     Raises:
-        ConfigError: the hidden axis is open, or the aggregation would change what a cost means.
+        ConfigError: the hidden axis is open, or the aggregation would change the meaning of a cost.
         DataError: there is no calibration sample.
         ScoreError: the second moments of a module's input cannot be inverted.
     """

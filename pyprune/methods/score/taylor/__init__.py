@@ -1,4 +1,4 @@
-"""LLM-Pruner's Taylor scores: what the loss loses when a structure becomes zero (Ma et al., "LLM-Pruner")."""
+"""LLM-Pruner's Taylor scores: the change of the loss when a structure becomes zero (Ma et al., "LLM-Pruner")."""
 
 from __future__ import annotations
 
