@@ -34,6 +34,7 @@ from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.stats import environment_record
 
 RECORDS = Path(__file__).resolve().parents[1] / "results" / "solve.jsonl"
+SEED = 0
 COLUMNS = ("shape", "budget", "choices a layer", "solutions", "wall s", "CPU s", "loss", "others' losses", "kept")
 SHAPES = {
     "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152),
@@ -123,18 +124,12 @@ def run(options: argparse.Namespace) -> None:
     """Print a table of all shapes and budgets, and keep its rows."""
     rows: list[tuple[Cell, ...]] = []
     records, environment = RecordFile(options.jsonl), environment_record()
-    how = {
-        "count": options.count,
-        "head_pairs": options.head_pairs,
-        "query_heads": options.query_heads,
-        "gap": options.gap,
-        "seed": options.seed,
-    }
-    solving = replace(SolveOptions(), solutions=options.count, head_pairs=options.head_pairs or None, gap=options.gap)
+    how = {"count": options.count, "query_heads": options.query_heads, "seed": SEED}
+    solving = replace(SolveOptions(), solutions=options.count, head_pairs=4)
     for name in options.shape:
         sizes = SHAPES[name]
-        choices = ChoiceOptions(ffn_multiple=64, head_counts=options.head_counts, query_heads=options.query_heads)
-        search, scores = synthetic(sizes, choices, options.seed)
+        choices = ChoiceOptions(ffn_multiple=64, head_counts=8, query_heads=options.query_heads)
+        search, scores = synthetic(sizes, choices, SEED)
         costs = SyntheticCosts(sizes)
         for text in options.budget or BUDGETS:
             began = time.monotonic(), time.process_time()
@@ -164,11 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=names, default=list(SHAPES), help="shapes, separated by commas")
     parser.add_argument("--budget", action="append", help="a budget, as `pyprune fit` takes it; repeatable")
     parser.add_argument("--count", type=int, default=5, help="solutions (default: 5)")
-    parser.add_argument("--head-counts", type=int, default=8, help="numbers of KV groups a layer may keep (default: 8)")
-    parser.add_argument("--head-pairs", type=int, default=4, help="distinct head pairs; 0 = any number (default: 4)")
     parser.add_argument("--query-heads", action="store_true", help="also take query heads out of kept groups")
-    parser.add_argument("--gap", type=float, default=SolveOptions().gap, help="distance from the optimum")
-    parser.add_argument("--seed", type=int, default=0, help="of scores and losses (default: 0)")
     parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     return exit_status(lambda: run(options))

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench._machine import metric
-from bench.quality.rounded import round_inputs_, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.errors import PypruneError, shown
 from pyprune.serving.load.capacity import NOT_COMPILED
@@ -47,6 +46,7 @@ from tests._support.families_made import (
     write_draft,
     write_int8,
 )
+from tests._support.rounded import round_inputs_, with_weights_of
 from tests._support.tiny import VOCAB, last_of
 from tests.serving.soak import at_rest
 from tests.serving.soak_client import Outcome, Request, send_all

@@ -18,7 +18,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from bench.quality.rounded import round_inputs_, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
 from pyprune.runtime.records import Json
@@ -50,6 +49,7 @@ from tests._support.families_made import (
     write_draft,
     write_int8,
 )
+from tests._support.rounded import round_inputs_, with_weights_of
 from tests._support.served import REAL_VLLM
 from tests._support.tiny import tiny_served_model
 

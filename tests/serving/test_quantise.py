@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.quality.rounded import linear_layers, round_inputs_, rounded_float8, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
@@ -29,6 +28,7 @@ from pyprune.serving.quantise import SCHEMES, choose_quantisation
 from tests._support.cli import refused, run
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.quantised import cut_model, in_32s, rounded, write_pair
+from tests._support.rounded import linear_layers, round_inputs_, rounded_float8, with_weights_of
 from tests._support.served import per_layer
 from tests._support.tokenizer import tiny_tokenizer
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.quality.rounded import round_inputs_, with_weights_of
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
 from pyprune.plan import PrunePlan
@@ -28,6 +27,7 @@ from pyprune.serving.engines import engine_environment
 from pyprune.serving.quantise import SCHEMES
 from tests._support.models import TINY, one_of_each
 from tests._support.quantised import in_32s, write_pair
+from tests._support.rounded import round_inputs_, with_weights_of
 from tests._support.served import REAL_VLLM, opt_per_layer, per_layer, prompts, run_program, uniform
 from tests._support.server import Server
 
