@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyprune.probe.streams import replaced_forwards
+from pyprune.probe.streams import identity, replaced_forwards
 
 OutputHook = Callable[[int, Tensor, Tensor], Tensor | None]
 """(layer index, input [B, T, H], output [B, T, H]) -> replacement output, or None to leave it."""
@@ -41,7 +41,7 @@ class LayerHooks:
         """Make a layer the identity without computing it."""
         if index not in self.skipped:
             self.skipped.add(index)
-            self._replaced.enter_context(replaced_forwards({self.layers[index]: _identity}))
+            self._replaced.enter_context(replaced_forwards({self.layers[index]: identity}))
 
     def remove(self) -> None:
         """Take all hooks off and let skipped layers compute again."""
@@ -50,7 +50,3 @@ class LayerHooks:
         self._replaced.close()
         self.handles.clear()
         self.skipped.clear()
-
-
-def _identity(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden_states

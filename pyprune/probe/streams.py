@@ -8,7 +8,7 @@ wherever the rest of the model is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,7 @@ class LayerRunner:
             ids: token ids, int64 [B, T], of the stream.
             stream: the stream that leaves the last layer.
         """
-        with self.continue_from(stream) as model, replaced_forwards({model.get_output_embeddings(): _same}):
+        with self.continue_from(stream) as model, replaced_forwards({model.get_output_embeddings(): identity}):
             model(input_ids=ids.to(model.device), use_cache=False)
 
     @contextmanager
@@ -286,7 +286,7 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
         forwards[getattr(layer, family.attention_module)] = _no_attention
     if "mlp" in blocks:
         *first, last = (getattr(layer, name) for name in family.mlp_modules)
-        forwards |= dict.fromkeys(first, _same) | {last: torch.zeros_like}
+        forwards |= dict.fromkeys(first, identity) | {last: torch.zeros_like}
     with replaced_forwards(forwards):
         yield
 
@@ -315,7 +315,8 @@ def _no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Ten
     return torch.zeros_like(hidden_states), None
 
 
-def _same(hidden_states: Tensor) -> Tensor:
+def identity(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return the stream unchanged: the forward of a module that is skipped."""
     return hidden_states
 
 
@@ -330,10 +331,8 @@ def record_calls(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[T
 
         return after
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as stack:
+        stack.callback(seen.clear)
+        for name, module in modules.items():
+            stack.callback(module.register_forward_hook(hook(name)).remove)
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-        seen.clear()

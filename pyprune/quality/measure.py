@@ -43,12 +43,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        return {
-            "perplexity": [asdict(result) for result in self.perplexity],
-            "tasks": self.tasks,
-            "mean_accuracy": self.mean_accuracy,
-            "without_accuracy": list(self.without_accuracy),
-        }
+        return asdict(self)
 
 
 def evaluate(

@@ -151,23 +151,6 @@ class OpenUnits:
         }[axis]
 
 
-def channel_sums(factor: Tensor, weight: Tensor | None, dim: int, *, signed: bool, size: int = 1) -> Tensor:
-    """Sum |factor * weight| (or, signed, take |sum of factor * weight|) over every dimension but ``dim``.
-
-    Args:
-        factor: any shape, floating point.
-        weight: of that shape; None is 1.
-        dim: the dimension that counts the channels.
-        signed: |sum of the elements| instead of the sum of their absolute values.
-        size: neighbouring channels that are added up afterwards (head_dim: a head).
-
-    Returns:
-        float64 ``[shape[dim] / size]``; products and sums are float64, so that neither order nor size matters.
-    """
-    other = torch.ones_like(factor) if weight is None else weight
-    return group_importance(factor, other, dim, size, signed=signed)
-
-
 class StructureScores:
     """Sums of element scores, one number a structure.
 
@@ -200,8 +183,9 @@ class StructureScores:
         module = param.name.rpartition(".")[0]
         for projection, dim, (layer, axis) in self.scope.dims(param.row, param.layer):
             size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
-            part = None if weight is None else projection.of(weight)
-            values = channel_sums(projection.of(factor), part, dim, signed=signed, size=size)
+            part = projection.of(factor)
+            other = torch.ones_like(part) if weight is None else projection.of(weight)
+            values = group_importance(part, other, dim, size, signed=signed)  # float64 products and sums
             self.add_structures(layer, axis, module + projection.label, values)
 
     def add_structures(self, layer: int | None, axis: str, module: str, values: Tensor) -> None:

@@ -25,7 +25,7 @@ declares (``from_disk``). It may hook ``run.module(name)``. Parameters that grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -242,7 +242,12 @@ def decide_by_scores(
     warnings += _shortfall(ranking, share)
     if request.score.uniform:
         notes.append(UNIFORM_NOTE)
-        warnings += _uniform_warnings(ranking.stock_obstacles(plan))
+        if reasons := ranking.stock_obstacles(plan):
+            warnings.append(
+                f"No stock architecture fits although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs "
+                "pyprune in addition to vLLM or Transformers; score.axes=[ffn] keeps the heads, which most "
+                "architectures require."
+            )
     details = {
         "rounds": rounds,
         "share_removed": share,
@@ -305,15 +310,6 @@ def _goal_note(request: PlanRequest, share: float, left: int) -> str:
         unit = " of the hidden channels" * (request.ratio_of == "hidden")
         asked = f"asked for {request.ratio:.2%}{unit}"
     return f"{share:.2%} of the parameters are removed, {left:,} are kept; {asked}."
-
-
-def _uniform_warnings(reasons: Sequence[str]) -> list[str]:
-    if not reasons:
-        return []
-    return [
-        f"No stock architecture fits although score.uniform is on: {'; '.join(reasons)}. The checkpoint needs pyprune "
-        "in addition to vLLM or Transformers; score.axes=[ffn] keeps the heads, which most architectures require."
-    ]
 
 
 def score_spread(run: Scoring) -> dict[str, dict[str, float | None]]:

@@ -14,10 +14,10 @@ from pyprune.cut.mask import masked
 from pyprune.errors import ScoreError
 from pyprune.families import family_for, named_axes
 from pyprune.methods.base import PlanRequest
-from pyprune.methods.score._structures import OpenUnits, channel_sums
+from pyprune.methods.score._structures import OpenUnits
 from pyprune.methods.score.base import Scoring, decide_by_scores
 from pyprune.methods.score.loraprune import LoraPruneOptions
-from pyprune.ops import available_isas
+from pyprune.ops import available_isas, group_importance
 from pyprune.plan import PrunePlan
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
@@ -172,13 +172,14 @@ def test_shares_of_one_module_add_up_before_aggregation() -> None:
 def test_channel_sums_are_exact_in_float32_and_signed_ones_cancel() -> None:
     elements = torch.full((3, 200_001), 0.1)
     elements[1, ::2] = -0.1
-    plain = channel_sums(elements, None, 0, signed=False)
+    ones = torch.ones_like(elements)
+    plain = group_importance(elements, ones, 0, 1)
     exact = elements[0, 0].double() * 200_001
     torch.testing.assert_close(plain, exact.expand(3), rtol=1e-12, atol=0)
-    signed = channel_sums(elements, None, 0, signed=True)
+    signed = group_importance(elements, ones, 0, 1, signed=True)
     assert signed[1] == pytest.approx(0.1, rel=1e-3)
     assert signed[0] == plain[0]
-    assert channel_sums(torch.tensor([-1.0, 2.0]), torch.ones(2), 0, signed=False).tolist() == [1.0, 2.0]
+    assert group_importance(torch.tensor([-1.0, 2.0]), torch.ones(2), 0, 1).tolist() == [1.0, 2.0]
 
 
 class Allocations(TorchDispatchMode):
