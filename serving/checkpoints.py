@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about itself without loading a model: sizes, bytes, architecture."""
+"""Read sizes, bytes and architecture of a checkpoint folder without loading a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyprune.checkpoint.shards import TensorFiles
 
 COUNTS = ("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
-"""What is read from config.json as a number; "null" stands for the architecture's own value."""
+"""Fields of config.json that hold a number; "null" stands for the architecture's default."""
 KEYS = re.compile(r"blk\.\d+\.attn_(?:k|qkv)\.weight")
 """Tensors of a GGUF file whose rows are the keys of a token (with ``qkv``, an upper bound)."""
 BESIDE_WEIGHTS = re.compile(r".*\.(?:weight|input|output|k|v)_(?:global_scale|scale|zero_point|g_idx|shape)")
@@ -30,7 +30,7 @@ BESIDE_WORDS = re.compile(r"(.*\.)(?:scales|qzeros|g_idx)")
 WORDS = ".qweight"
 """End of the name of a weight whose values GPTQ or AWQ packed into words."""
 FORMAT_KEY = "pyprune.quantise"
-"""Where a GGUF file of pyprune's says which format its matrices were asked for in."""
+"""Key of the format that was asked for, in GGUF files of pyprune."""
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.bpe")
 CODE = "*.py"
 """Downloaded only where a model may run code of its own."""
@@ -43,9 +43,8 @@ class Checkpoint:
     Attributes:
         folder: where it is; the file itself for GGUF.
         config: config.json as plain data; for GGUF the same facts under the same names.
-        parameters: of the model, a tied head once: as its record says, else what the files hold. Of weights that
-            compressed-tensors, GPTQ or AWQ packed their own shape counts, and scales do not. Of a GGUF file, its
-            elements.
+        parameters: of the model, a tied head once, from its record or else from its files. Weights that
+            compressed-tensors, GPTQ or AWQ packed count unpacked, scales do not count. For a GGUF file, its elements.
         bytes: size of the weight files in bytes.
         format: of most of a GGUF file's matrices, such as q8_0; None for a folder.
     """
@@ -58,12 +57,12 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """The class name that loads it."""
+        """Return the name of the class that loads it."""
         return architecture_of(self.config)
 
     @property
     def is_stock(self) -> bool:
-        """Whether plain Transformers and vLLM load it: not pyprune's architecture, nor sizes per layer beside one."""
+        """Check that plain Transformers and vLLM load it: no architecture of pyprune, and no sizes per layer."""
         return not (self.architecture.startswith("Pruned") or self.config.get("per_layer_config"))
 
     @property
@@ -86,25 +85,26 @@ class Checkpoint:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The class name that loads a model, "unknown" where its config.json names none."""
+    """Return the name of the class that loads a model, "unknown" where its config.json names none."""
     return str((config.get("architectures") or ["unknown"])[0])
 
 
 def scaled_positions(config: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence by config.json, which linear and dynamic rotary scaling make longer; 0 = not said.
+    """Return the tokens of the longest sequence by config.json; 0 if it names none.
 
-    With the other kinds of scaling, and in Gemma 3, max_position_embeddings is the length after it.
+    Linear and dynamic rotary scaling make the sequence longer. With other kinds of scaling, and in Gemma 3,
+    max_position_embeddings is the length after it.
     """
     positions, (kind, factor) = int(config.get("max_position_embeddings") or 0), rotary_scaling(config)
     if kind not in ("linear", "dynamic") or "gemma3" in str(config.get("model_type")):
         return positions
     if isinstance(factor, (int, float)) and 1 <= factor <= MAX_INDEX:
         return int(positions * factor)
-    return positions  # vLLM says what is wrong with another factor
+    return positions  # vLLM reports a wrong factor
 
 
 def rotary_scaling(config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(kind, factor) by which config.json scales rotary positions; None where it does not say, or vLLM refuses it."""
+    """Return (kind, factor) by which config.json scales rotary positions; None for one that is missing or wrong."""
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rotary, Mapping):
         return None, None
@@ -135,11 +135,11 @@ def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = ""
         source: folder or hub id.
         verify: compare a pyprune checkpoint with its record first (:func:`verify_checkpoint`).
         server: see :func:`verify_checkpoint`.
-        hub: what is downloaded of a hub id, and how.
+        hub: how a hub id is downloaded.
 
     Raises:
         CheckpointError: no such folder or id, no config.json, no safetensors, an adapter next to them, a damaged file,
-            or (with ``verify``) one that is not as it was written.
+            or (with ``verify``) one that was changed.
     """
     from pyprune.checkpoint.plausible import refuse_adapter
     from pyprune.checkpoint.shards import weight_files
@@ -154,7 +154,7 @@ def read_checkpoint(source: str | Path, *, verify: bool = True, server: str = ""
 
 
 def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
-    """The model's parameters: what its record says; without one, those that its files hold."""
+    """Count the model's parameters: from its record or, without one, from its files."""
     from pyprune.checkpoint.record import read_record
     from pyprune.checkpoint.shards import TensorFiles
 
@@ -168,27 +168,27 @@ def _parameters(folder: Path, config: Mapping[str, Any]) -> int:
         names.discard("lm_head.weight")
     facts = config.get("quantization_config")
     bits = facts.get("bits") if isinstance(facts, Mapping) else None
-    names = {name for name in names if not _is_beside(name, names, quantised=bool(facts))}
+    names = {name for name in names if not _is_auxiliary(name, names, quantised=bool(facts))}
     return sum(math.prod(_shape(tensors, name, bits)) for name in names)
 
 
-def _is_beside(name: str, names: Collection[str], *, quantised: bool) -> bool:
-    """Whether a tensor is no parameter, but says how to read one; older GPTQ folders do not say so in config.json."""
+def _is_auxiliary(name: str, names: Collection[str], *, quantised: bool) -> bool:
+    """Check for a tensor, such as scales, that only helps to read a parameter; older GPTQ folders have no config."""
     words = BESIDE_WORDS.fullmatch(name)
     beside_words = words is not None and f"{words[1]}{WORDS[1:]}" in names
     return beside_words or (quantised and bool(BESIDE_WEIGHTS.fullmatch(name)))
 
 
 def _shape(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
-    """The shape of a weight, also where it is packed into words.
+    """Return the shape of a weight, unpacked if it is packed into words.
 
     Args:
         tensors: of the folder.
         name: of the weight.
-        bits: what config.json says of a packed value, as it is there.
+        bits: of a packed value, by config.json.
 
     Raises:
-        CheckpointError: what is stored beside the packed weight is missing, or cannot be of it.
+        CheckpointError: a tensor that describes the packed weight is missing or does not fit it.
     """
     import torch
 
@@ -198,24 +198,24 @@ def _shape(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
     if not name.endswith(PACKED):
         return stored
     if beside not in tensors.names() and tensors.dtype(name) == torch.uint8 and len(stored) == 2:
-        return stored[0], 2 * stored[1]  # NVFP4 and MXFP4: two values in a byte, and nothing beside that says so
-    found = tuple(tensors.read(beside).flatten().tolist()) if beside in tensors.names() else ()
-    whole = all(type(size) is int for size in found) and len(found) == len(stored) == 2
-    if not (whole and found[0] == stored[0] and 1 <= found[1] <= BITS_OF_A_WORD * stored[1]):
+        return stored[0], 2 * stored[1]  # NVFP4 and MXFP4: two values in a byte, without a shape
+    shape = tuple(tensors.read(beside).flatten().tolist()) if beside in tensors.names() else ()
+    whole = all(type(size) is int for size in shape) and len(shape) == len(stored) == 2
+    if not (whole and shape[0] == stored[0] and 1 <= shape[1] <= BITS_OF_A_WORD * stored[1]):
         raise CheckpointError(
             f"{name} of {tensors.folder} has the packed shape {stored}, and {beside}, which says its own, is "
-            f"{found or 'missing'}. The checkpoint is damaged or incomplete; fetch or write it again."
+            f"{shape or 'missing'}. The checkpoint is damaged or incomplete; fetch or write it again."
         )
-    return found
+    return shape
 
 
 def _shape_in_words(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ...]:
-    """The shape [inputs, outputs] of a weight that GPTQ packed along its inputs, or AWQ along its outputs.
+    """Return the shape [inputs, outputs] of a weight that GPTQ packed along its inputs, or AWQ along its outputs.
 
-    Both store scales [groups, outputs]. GPTQ may store the group of every input; without it, ``bits`` tells the inputs.
+    Both store scales [groups, outputs]. GPTQ may store the group of every input; without it, ``bits`` gives the inputs.
 
     Raises:
-        CheckpointError: scales are missing, or what is stored cannot be of a weight of 2 to 8 bits.
+        CheckpointError: scales are missing, or the tensors do not fit a weight of 2 to 8 bits.
     """
     stem, stored = name.removesuffix(WORDS), tensors.shape(name)
     scales = _shape_or_none(tensors, f"{stem}.scales")
@@ -240,12 +240,12 @@ def _shape_or_none(tensors: TensorFiles, name: str) -> tuple[int, ...] | None:
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a source is named like a GGUF file, and not a folder."""
+    """Check whether a source is named like a GGUF file, and not a folder."""
     return Path(source).suffix == ".gguf" and not os.path.isdir(source)
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Read what a GGUF file says about itself.
+    """Read the header of a GGUF file.
 
     Raises:
         CheckpointError: the file is missing, truncated or damaged, or holds no language model.
@@ -278,12 +278,12 @@ def read_gguf(path: Path) -> Checkpoint:
 
 
 def _format(facts: Mapping[str, Any]) -> str:
-    """The format of the matrices: as pyprune calls it in its own files, else llama.cpp's name of the file's type."""
+    """Return the format of the matrices: the one in a file of pyprune, else llama.cpp's name of the file's type."""
     from gguf import LlamaFileType
 
-    own, file_type = facts.get(FORMAT_KEY), facts.get("general.file_type")
-    if isinstance(own, str):  # llama.cpp has no name for a file of q4_k alone
-        return own
+    written_as, file_type = facts.get(FORMAT_KEY), facts.get("general.file_type")
+    if isinstance(written_as, str):  # llama.cpp has no name for a file of q4_k alone
+        return written_as
     try:
         name = str(LlamaFileType(file_type).name)
     except ValueError:
@@ -292,7 +292,7 @@ def _format(facts: Mapping[str, Any]) -> str:
 
 
 def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
-    """Refuse a folder of another program's with sizes per layer: engines would build a model of equal layers.
+    """Refuse sizes per layer in a folder of another program: engines would build a model of equal layers.
 
     Raises:
         CheckpointError: a stock architecture with ``per_layer_config``.
@@ -305,16 +305,16 @@ def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
 
 
 def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
-    """Compare a local checkpoint with its pruning.json: every file it lists, and no other that would be loaded.
+    """Verify a local checkpoint by its pruning.json: every file it lists, and that no other file would be loaded.
 
-    In a folder without pruning.json (another program wrote it) an index must name what its files hold. A hub id has
-    nothing to be compared with.
+    In a folder without pruning.json (of another program) an index must name the tensors of its files. A hub id is not
+    verified.
 
     Args:
         source: folder or hub id.
-        server: name of a server, of whose processes one compares and the others believe it
-            (:func:`pyprune.checkpoint.verify.verify_files`). None = the one that this process belongs to, if it does;
-            empty = none.
+        server: name of a server, one of whose processes verifies for all
+            (:func:`pyprune.checkpoint.verify.verify_files`). None = the server of this process, if it has one;
+            "" = none.
 
     Raises:
         CheckpointError: a file, or pruning.json itself, is missing, truncated or changed, or a file is there that
@@ -323,14 +323,14 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
     from pyprune.checkpoint.record import has_record, read_pruning_json
     from pyprune.checkpoint.verify import INDEX, current_server, is_wanted, verify_files
 
-    is_wanted()  # a value that says neither is refused whatever the folder
+    is_wanted()  # refuses a wrong value of the variable for every folder
     if has_record(source):
         name = current_server() if server is None else server
         verify_files(Path(source), read_pruning_json(source), server=name)
     elif Path(source, INDEX).is_file():
         from pyprune.checkpoint.shards import weight_files
 
-        weight_files(Path(source))  # whose names may lead anywhere
+        weight_files(Path(source))  # refuses names outside of the folder
 
 
 def _resolve(source: str | Path, hub: Hub) -> Path:
@@ -341,7 +341,7 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
             f"{shown(str(source))} is a GGUF file where a checkpoint folder is needed; llama.cpp runs it "
             "(pyprune bench --engine llamacpp), and --gguf-file reads one inside a folder."
         )
-    if isinstance(source, Path):  # which has lost the ./ that tells a folder from a hub id
+    if isinstance(source, Path):  # has lost the ./ that distinguishes a folder from a hub id
         raise CheckpointError(f"There is no folder {shown(str(source))}. (A hub id is given as text, not as a Path.)")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise CheckpointError(f"{shown(str(source))} is neither a folder nor a hub id of the form owner/name.")
@@ -360,7 +360,7 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
 
 
 def _is_own_value(name: str, value: Any, sizes: Collection[str]) -> bool:
-    """Whether a layer may have this in ``per_layer_config``; names that pyprune does not read may hold anything."""
+    """Check a value of ``per_layer_config``; names that pyprune does not read may have any."""
     if name == "skip":
         return isinstance(value, list) and all(isinstance(block, str) for block in value)
     return name not in sizes or (type(value) is int and value >= 0)
@@ -380,7 +380,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_damaged(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse values of a config.json that sizes could not be read from.
+    """Refuse values of a config.json from which no sizes can be read.
 
     Raises:
         CheckpointError: the message names the value.
@@ -391,8 +391,9 @@ def refuse_damaged(config: Mapping[str, Any], path: Path) -> None:
     sizes = size_fields()
     for layer, name, value in ((layer, *item) for layer, own in per_layer.items() for item in own.items()):
         if not _is_own_value(name, value, sizes):
-            found = f"{name} of layer {shown(layer)} is {shown(value)}"
-            raise CheckpointError(f"{path} is damaged: in its per_layer_config, {found}.")
+            raise CheckpointError(
+                f"{path} is damaged: in its per_layer_config, {name} of layer {shown(layer)} is {shown(value)}."
+            )
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         raise CheckpointError(f"{path} is damaged: layer_types is {shown(kinds)}, not a list of kinds of attention.")

@@ -209,7 +209,7 @@ class Engine:
 
 
 def let_settle(waiting: int, engine: str = "vllm") -> None:
-    """Wait until vLLM's other engines have come to rest, before a turn is timed.
+    """Wait until vLLM's other engines are idle, before a turn is timed.
 
     Args:
         waiting: the number of other engines or servers.

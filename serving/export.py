@@ -1,7 +1,7 @@
 """Turn a checkpoint or a model into the folder that is served.
 
-Which architecture a compacted model becomes is decided where it is cut (``stock_targets`` in pyprune.families);
-export reads that decision, converts the dtype and says what a server will make of the result.
+The cut decides which architecture a compacted model becomes (``stock_targets`` in pyprune.families). Export reads that
+decision, converts the dtype and warns of sizes that a server does not run well.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TARGETS: tuple[ExportTarget, ...] = ("auto", "stock", "pruned")
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written.
+    """The folder that was written.
 
     Attributes:
         path: the folder.
         architecture: class name that loads it.
         stock: True when plain Transformers and vLLM load it without pyprune.
         reasons: why each stock architecture does not fit (empty for a stock one).
-        warnings: what a server will not like, one sentence each.
+        warnings: sizes that a server refuses or runs slowly, one sentence each.
         parameters: stored parameters.
         bytes: size of the weight files in bytes.
-        weights: what the quantised weights are; empty where they are not.
+        weights: description of quantised weights; "" without them.
     """
 
     path: Path
@@ -133,12 +133,12 @@ def export(
 
 
 def _was_trained(facts: Mapping[str, Any]) -> bool:
-    """Whether a record names a training, after the cut or of a run of its own."""
+    """Check whether a record names a training, after the cut or in a separate run."""
     return bool(facts.get("recoveries") or (facts.get("report") or {}).get("stages"))
 
 
 def _not_stock(config: Any, reasons: Sequence[str]) -> str:
-    """Why a model of a pruned architecture is not written as a stock one, and what to do."""
+    """Explain why a model of a pruned architecture is not written as a stock one, and what to do."""
     if not reasons and len(set(layer_widths(config.to_dict()))) == 1:
         return (
             "This checkpoint is stored in pyprune's own architecture although a stock one holds its sizes: it was "
@@ -152,14 +152,14 @@ def _not_stock(config: Any, reasons: Sequence[str]) -> str:
 
 
 def _load(
-    source: ModelSource, facts: dict[str, Any], wanted: str | None
+    source: ModelSource, facts: dict[str, Any], weights: str | None
 ) -> tuple[PreTrainedModel, Any, PrunePlan | None, dict[str, Any]]:
-    """Load a model in its own dtype, with the plan and the facts for the record of weights of ``wanted``.
+    """Load a model in its dtype, with the plan and the facts of its record that hold for the written weights.
 
     Args:
         source: of the model.
         facts: for the record, added to those of the source.
-        wanted: dtype or quantisation of the weights that will be written; None = the source's.
+        weights: dtype or quantisation that will be written; None = the source's.
     """
     from pyprune.checkpoint.record import take_measured
 
@@ -167,12 +167,12 @@ def _load(
     model, tokenizer = source.load(dtype=dtype)
     if source.record is None:
         return model, tokenizer, None, {"source": source.name, **facts}
-    known = dict(source.record.provenance)
-    if wanted not in (None, dtype):
+    recorded = dict(source.record.provenance)
+    if weights not in (None, dtype):
         # Rounded weights have another perplexity and speed.
-        earlier = take_measured(known)
-        known |= {"measured_before": earlier} if earlier else {}
-    return model, tokenizer, source.record.plan, {**known, **facts}
+        earlier = take_measured(recorded)
+        recorded |= {"measured_before": earlier} if earlier else {}
+    return model, tokenizer, source.record.plan, {**recorded, **facts}
 
 
 def is_pruned(config: Any) -> bool:
@@ -181,17 +181,17 @@ def is_pruned(config: Any) -> bool:
 
 
 def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
-    """Return why no stock target of the dense family holds the plan, target by target; nothing where one does.
+    """Return the reason of each stock target that does not hold the plan; () where one does.
 
     Args:
         config: of the compacted model.
-        plan: what stayed; None = nothing is known, so no reason is given.
+        plan: of the compacted model; None = unknown, so no reason is given.
     """
     if plan is None:
         return ()
     family = all_families()[plan.model_type]
-    found = [(stock.model_type, stock.obstacle(config, plan)) for stock in family.stock_targets]
-    return tuple(f"{name}: {reason}" for name, reason in found) if all(reason for _, reason in found) else ()
+    reasons = [(stock.model_type, stock.obstacle(config, plan)) for stock in family.stock_targets]
+    return tuple(f"{name}: {reason}" for name, reason in reasons) if all(reason for _, reason in reasons) else ()
 
 
 def as_pruned(model: PreTrainedModel) -> PreTrainedModel:

@@ -92,7 +92,7 @@ class Quantisation:
 
     @property
     def summary(self) -> str:
-        """What the weights are, in one line."""
+        """Describe the weights in one line."""
         scheme = self.scheme
         number = f"{scheme.kind}{scheme.bits}" if scheme.kind == "int" else "float8_e4m3"
         shared = "output channel" if self.group is None else f"{self.group} input channels"
@@ -127,7 +127,7 @@ class Quantisation:
         ModelCompressor(quantization_config=self.config()).update_config(str(folder))
 
     def config(self) -> Any:
-        """compressed-tensors' QuantizationConfig, as it stands in config.json."""
+        """Return compressed-tensors' QuantizationConfig for config.json."""
         from compressed_tensors.quantization import QuantizationConfig
 
         return QuantizationConfig(
@@ -151,7 +151,7 @@ class Quantisation:
         return name.removesuffix(".weight") in self.layers and name.endswith(".weight")
 
     def _entries(self, files: TensorFiles, name: str) -> list[Entry]:
-        """What is written for a stored tensor."""
+        """List the tensors that are written for a stored one."""
         import torch
 
         from pyprune.checkpoint.shards import Entry
@@ -167,19 +167,19 @@ class Quantisation:
         return [packed, scale, Entry(f"{name}_shape", torch.int64, (2,))]
 
     def _tensors(self, files: TensorFiles) -> Iterator[tuple[str, list[Tensor]]]:
-        """The same tensors, made one after another."""
+        """Make these tensors, one stored tensor after another."""
         group = self._group()
         for name in files.names():
             values = files.read(name)
             if not self._quantises(name):
                 yield name, [values]
                 continue
-            made = quantised(values, group, searched=self.scheme.searched)
+            made = round_weight(values, group, searched=self.scheme.searched)
             for entry in self._entries(files, name):
                 yield entry.name, [made[entry.name.removeprefix(name.removesuffix("weight"))]]
 
 
-def quantised(weight: Tensor, scheme: Any, *, searched: bool = False) -> dict[str, Tensor]:
+def round_weight(weight: Tensor, scheme: Any, *, searched: bool = False) -> dict[str, Tensor]:
     """Round one weight.
 
     Args:
@@ -188,7 +188,7 @@ def quantised(weight: Tensor, scheme: Any, *, searched: bool = False) -> dict[st
         searched: choose the range of each scale by the smallest squared error of its weights, out of :data:`CLIPS`.
 
     Returns:
-        What is stored: weight (int8 or float8_e4m3fn) or weight_packed and weight_shape, and weight_scale
+        The stored tensors: weight (int8 or float8_e4m3fn) or weight_packed and weight_shape, and weight_scale
         ([output, 1] or [output, groups]) in the weight's dtype.
     """
     from compressed_tensors.compressors.base import BaseCompressor
@@ -202,17 +202,17 @@ def quantised(weight: Tensor, scheme: Any, *, searched: bool = False) -> dict[st
 
 
 def _scale(weight: Tensor, scheme: Any, dtype: Any, clip: float) -> Tensor:
-    """[output, groups]: the scale at which a group's range ends at ``clip`` times its largest weight."""
+    """Return [output, groups]: the scale at which a group's range ends at ``clip`` times its largest weight."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    ends = _grouped(weight, scheme).abs().amax(dim=-1) * clip
-    return _stored(calculate_qparams(-ends, ends, scheme.weights)[0], dtype)
+    ends = _split_groups(weight, scheme).abs().amax(dim=-1) * clip
+    return _round_scale(calculate_qparams(-ends, ends, scheme.weights)[0], dtype)
 
 
-def _stored(scale: Tensor, dtype: Any) -> Tensor:
-    """A scale in the dtype of the weights, which must not cut a group's range short.
+def _round_scale(scale: Tensor, dtype: Any) -> Tensor:
+    """Round a scale to the dtype of the weights without shortening a group's range.
 
-    float16 keeps ever fewer digits of what is below 6e-5, and in the end none, so that such a scale is rounded up.
+    Below 6e-5 float16 has fewer and fewer digits, and finally none, so that such a scale is rounded up.
     """
     import torch
 
@@ -221,8 +221,8 @@ def _stored(scale: Tensor, dtype: Any) -> Tensor:
     return torch.where(scale < facts.smallest_normal, (scale / step).ceil() * step, scale).to(dtype)
 
 
-def _grouped(weight: Tensor, scheme: Any) -> Tensor:
-    """[output, groups, input channels of a group]."""
+def _split_groups(weight: Tensor, scheme: Any) -> Tensor:
+    """Return [output, groups, input channels of a group]."""
     size: int = scheme.weights.group_size or weight.shape[-1]
     grouped: Tensor = weight.unflatten(-1, (-1, size))
     return grouped
@@ -237,7 +237,7 @@ def _best_scale(weight: Tensor, scheme: Any, dtype: Any) -> Tensor:
     for clip in CLIPS:
         scale = _scale(weight, scheme, dtype, clip)
         rounded = fake_quantize(weight, scale.float(), None, scheme.weights)
-        error = _grouped(weight - rounded, scheme).square().sum(dim=-1)
+        error = _split_groups(weight - rounded, scheme).square().sum(dim=-1)
         best = torch.where(error < least, scale, best)
         least = torch.minimum(error, least)
     return best

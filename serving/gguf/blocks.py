@@ -41,7 +41,7 @@ FALLBACK = "f16"
 
 
 def kind_of(shape: tuple[int, ...], quantise: str, *, head: bool) -> str:
-    """The format of a tensor.
+    """Choose the format of a tensor.
 
     Args:
         shape: rows first.
@@ -52,28 +52,28 @@ def kind_of(shape: tuple[int, ...], quantise: str, *, head: bool) -> str:
         return "f32"
     kind = FINE.get(quantise, quantise) if head else quantise
     possible = (kind, NARROW.get(kind, kind), FALLBACK)
-    return next(found for found in possible if not shape[-1] % BLOCKS[found][0])
+    return next(option for option in possible if not shape[-1] % BLOCKS[option][0])
 
 
 def nbytes(shape: tuple[int, ...], kind: str) -> int:
-    """Bytes of a tensor in a format that its rows are whole blocks of."""
+    """Return the bytes of a tensor in a format whose blocks divide its rows."""
     elements, size = BLOCKS[kind]
     return math.prod(shape) // elements * size
 
 
 def check_quantizer(quantise: str) -> None:
-    """Find out before anything is read that a K-quant cannot be made.
+    """Refuse a K-quant that cannot be made, before anything is read.
 
     Raises:
-        ConfigError: the installed xllamacpp keeps the quantizer to itself.
+        ConfigError: the installed xllamacpp does not export the quantizer.
         MissingDependencyError: xllamacpp, which brings llama.cpp's quantizer, is not installed.
     """
     if quantise in NARROW:
         _quantizer()
 
 
-def quantised(values: Array, kind: str) -> Array:
-    """A matrix or vector in a format.
+def quantise_values(values: Array, kind: str) -> Array:
+    """Convert a matrix or vector to a format.
 
     Args:
         values: float32, rows first, contiguous.
@@ -88,8 +88,8 @@ def quantised(values: Array, kind: str) -> Array:
     if kind not in NARROW:
         from gguf.quants import quantize
 
-        found: Array = quantize(values, ggml_type(kind))
-        return found
+        blocks: Array = quantize(values, ggml_type(kind))
+        return blocks
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     out = np.empty((rows, nbytes((columns,), kind)), np.uint8)
     quantise, number = _quantizer(), int(ggml_type(kind))
@@ -99,7 +99,7 @@ def quantised(values: Array, kind: str) -> Array:
         count = min(share, rows - first)
         return quantise(number, values.ctypes.data, out.ctypes.data, first * columns, count, columns, None)
 
-    with ThreadPoolExecutor() as threads:  # ctypes lets others run meanwhile
+    with ThreadPoolExecutor() as threads:  # ctypes releases the GIL
         written = sum(threads.map(run, range(0, rows, max(1, share))))
     if written != out.nbytes:
         raise RuntimeError(f"llama.cpp wrote {written} bytes of {kind}; {out.nbytes} were expected.")
@@ -107,7 +107,7 @@ def quantised(values: Array, kind: str) -> Array:
 
 
 def ggml_type(kind: str) -> Any:
-    """llama.cpp's type of a format, as the package gguf has it."""
+    """Return the package gguf's type of a format."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType[kind.upper()]
@@ -115,7 +115,7 @@ def ggml_type(kind: str) -> Any:
 
 @cache
 def _quantizer() -> Callable[..., int]:
-    """llama.cpp's own: (type, values, blocks, first element, rows, columns, importance of columns) -> bytes."""
+    """Return llama.cpp's: (type, values, blocks, first element, rows, columns, importance of columns) -> bytes."""
     try:
         from xllamacpp import xllamacpp
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Which architecture of llama.cpp holds a checkpoint, and the tensors of its file, made one at a time."""
+"""Choose the architecture of llama.cpp that holds a checkpoint, and make the tensors of its file one at a time."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Planned:
 
 
 def open_model(folder: Path) -> Model:
-    """Read what a checkpoint folder holds, and choose the architecture.
+    """Read a checkpoint folder and choose the architecture.
 
     Raises:
         CheckpointError: the folder is damaged, or its tensors are not those of its config.json.
-        UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message says why.
+        UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message has the reason.
     """
     from pyprune.checkpoint.configuration import read_dense_config
 
@@ -87,19 +87,19 @@ def open_model(folder: Path) -> Model:
 
 
 def _stored_names(tensors: TensorFiles, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-    """Parameter name -> name in the files; some checkpoints hold the decoder without the causal LM around it."""
-    there = set(tensors.names())
-    found = {}
+    """Return parameter name -> name in the files; some checkpoints hold the decoder without the causal LM around it."""
+    names = set(tensors.names())
+    stored = {}
     for name, shape in shapes.items():
-        place = next((n for n in (name, name.removeprefix("model.")) if n in there), None)
+        place = next((n for n in (name, name.removeprefix("model.")) if n in names), None)
         if place is None or tensors.shape(place) != shape:
             seen = "is missing" if place is None else f"has the shape {tensors.shape(place)}"
             raise CheckpointError(
                 f"{name} of {folder} {seen}; by config.json it is {shape}. The checkpoint is incomplete or damaged; "
                 "fetch or write it again."
             )
-        found[name] = place
-    return found
+        stored[name] = place
+    return stored
 
 
 def sizes_of(
@@ -127,7 +127,7 @@ def sizes_of(
 
 
 def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> GgufForm:
-    """The first form of the family that holds the model.
+    """Choose the first form of the family that holds the model.
 
     Args:
         family: of the dense model.
@@ -146,7 +146,7 @@ def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, name
         )
     reasons = []
     for form in family.gguf:
-        reason = _why_not(form, family, config, sizes, names)
+        reason = _form_obstacle(form, family, config, sizes, names)
         if not reason:
             return form
         reasons.append(f"{form.architecture}: {reason}")
@@ -156,7 +156,9 @@ def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, name
     )
 
 
-def _why_not(form: GgufForm, family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> str:
+def _form_obstacle(
+    form: GgufForm, family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]
+) -> str | None:
     if not form.per_layer and not sizes.are_equal:
         return "sizes differ between layers or a sub-block is skipped"
     if getattr(config, "norm_size", None) is not None:
@@ -170,24 +172,24 @@ def _why_not(form: GgufForm, family: Family, config: PretrainedConfig, sizes: Gg
     kind = rope_type(config)
     if kind not in COMPUTED_ROPE and not (kind == "llama3" and form.rope_factors):
         return f"it is not given rotary positions of the type {kind!r}"
-    return form.obstacle(config, sizes) or ""
+    return form.obstacle(config, sizes)
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
-    """The rotary positions of the layers without a window, as Transformers states them."""
+    """Return Transformers' parameters of the rotary positions of the layers without a window."""
     parameters = dict(config.rope_parameters)
     return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
 
 
 def rope_type(config: PretrainedConfig) -> str:
-    """Their type, as Transformers names it."""
+    """Return Transformers' name of their type."""
     return str(rope_parameters(config).get("rope_type", "default"))
 
 
 class GgufRules:
-    """What llama.cpp can hold of a dense model, by the rules of :func:`choose_form`; nothing is written.
+    """Check which plans of a dense model llama.cpp can hold, by the rules of :func:`choose_form`.
 
-    The tokenizer, which no plan changes, is not looked at.
+    The tokenizer, which no plan changes, is not checked.
 
     Args:
         config: of the dense model.
@@ -200,8 +202,8 @@ class GgufRules:
         one_of_each = {self._family.match(name)[0].pattern: name for name in names}
         self._names = tuple(one_of_each.values())
 
-    def why_not(self, plan: PrunePlan) -> str:
-        """Why what a plan leaves of the model cannot be written; empty when it can."""
+    def obstacle(self, plan: PrunePlan) -> str | None:
+        """Explain why the model of a plan cannot be written; None when it can."""
         target = choose_target(self._family, self._config, plan)
         family = dense_family(target.config)
         tied = bool(target.config.tie_word_embeddings)
@@ -211,18 +213,18 @@ class GgufRules:
             choose_form(family, target.config, sizes, [*self._names, *biases])
         except UnsupportedModelError as error:
             return str(error)
-        return ""
+        return None
 
 
 def planned_tensors(model: Model) -> Iterator[Planned]:
-    """Every tensor of the file but the rotary factors, in the order of the checkpoint's parameters."""
+    """Yield every tensor of the file but the rotary factors, in the order of the checkpoint's parameters."""
     fused: dict[int, dict[str, Planned]] = {}
     for name, stored in model.stored.items():
         row, index = model.family.match(name)
         pattern = model.form.name_of(row.pattern)
         if pattern is None:
             continue
-        planned = _planned(model, stored, pattern, index, norm=row.is_norm_weight or row.axes == ("head_dim",))
+        planned = _plan_tensor(model, stored, pattern, index, norm=row.is_norm_weight or row.axes == ("head_dim",))
         part = pattern.removeprefix(BLOCK)
         if model.form.fused_qkv and index is not None and part in ("attn_q.weight", "attn_k.weight", "attn_v.weight"):
             parts = fused.setdefault(index, {})
@@ -236,7 +238,7 @@ def planned_tensors(model: Model) -> Iterator[Planned]:
             yield from _zero_ffn(index, model.sizes.hidden)
 
 
-def _planned(model: Model, stored: str, pattern: str, index: int | None, *, norm: bool) -> Planned:
+def _plan_tensor(model: Model, stored: str, pattern: str, index: int | None, *, norm: bool) -> Planned:
     shape = model.tensors.shape(stored)
     turned = model.form.adjacent_pairs and pattern.startswith((BLOCK + "attn_q.", BLOCK + "attn_k."))
 
@@ -263,7 +265,7 @@ def _fuse(index: int, parts: list[Planned]) -> Planned:
 
 
 def _zero_ffn(index: int, hidden: int) -> Iterator[Planned]:
-    """An FFN whose output is zero."""
+    """Yield the tensors of an FFN whose output is zero."""
     yield _constant(f"blk.{index}.ffn_norm.weight", (hidden,), 1.0)
     yield _constant(f"blk.{index}.ffn_gate.weight", (ZERO_FFN, hidden), 0.0)
     yield _constant(f"blk.{index}.ffn_up.weight", (ZERO_FFN, hidden), 0.0)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model besides its tensors: sizes, norms, rotary positions."""
+"""Write the facts of a model in addition to its tensors into a GGUF file: sizes, norms, rotary positions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
 
 
 def _one_or_all(values: list[int]) -> int | list[int]:
-    """A number where all layers agree: most architectures read no list."""
+    """Return a number where all layers agree: most architectures read no list."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -73,13 +73,13 @@ def _add(writer: Any, key: str, value: int | float | str) -> None:
 
 
 def context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[str]]:
-    """Tokens for which the file is exact, and what is to be said about it.
+    """Return the tokens for which the file is exact, and notes about it.
 
     Args:
         config: of the model.
         form: the architecture of llama.cpp that it is written as.
     """
-    whole = scaled_positions(config.to_dict())  # llama.cpp's server takes no longer sequences than the file says
+    whole = scaled_positions(config.to_dict())  # llama.cpp's server takes no longer sequences
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     unused = kinds is not None and "sliding_attention" not in kinds
@@ -93,7 +93,7 @@ def context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[
 
 
 def rope_factors(model: Model) -> Iterator[tuple[str, Array]]:
-    """What every rotary frequency is divided by, where llama.cpp cannot compute it from the metadata (LLaMA 3)."""
+    """Yield the divisors of the rotary frequencies that llama.cpp cannot compute from the metadata (LLaMA 3)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rope_parameters(model.config)

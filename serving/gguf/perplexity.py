@@ -1,9 +1,9 @@
 """Perplexity of a GGUF file, as llama.cpp computes it.
 
-llama.cpp's server gives log probabilities of tokens that it generates and none of a prompt. So the text is generated:
-for every position the server gets the window up to it, of which its cache holds all but the last token, and the token
-that follows is made the most likely one by a bias, which the log probability that is reported leaves out. What is
-measured is therefore the path of generation, one token at a time.
+llama.cpp's server gives log probabilities of tokens that it generates and none of a prompt. So the text is generated.
+For every position the server gets the window up to it, of which its cache holds all but the last token. A bias makes
+the next token the most likely one; the reported log probability leaves the bias out. So the path of generation is
+measured, one token at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOTS = 4
 BIAS = 1e4
 """Added to the logit of the token that has to come; logits of real models stay far below it."""
 NO_LOSS = 1e38
-"""llama.cpp tells a probability of 0 as the lowest float32."""
+"""llama.cpp reports a probability of 0 as the lowest float32."""
 
 
 def gguf_perplexity(
@@ -55,13 +55,13 @@ def gguf_perplexity(
 
     Args:
         path: the file.
-        source: a source, tokenised by llama.cpp, or a text that is tokenised already.
+        source: a source, which llama.cpp tokenises, or a tokenised text.
         protocol: "ppl-2048" or "ppl-128".
         split, field: see :func:`pyprune.quality.perplexity.evaluation_text`.
         window, max_tokens: see :func:`pyprune.quality.perplexity.perplexity`.
         slots: windows that are computed at once.
-        float32: compute with a float32 cache and without flash attention, to compare with Transformers; by default as
-            llama.cpp runs by itself.
+        float32: compute with a float32 cache and without flash attention, to compare with Transformers; by default with
+            llama.cpp's choices.
         threads: see :class:`pyprune.serving.gguf.server.LlamaServer`.
 
     Raises:
@@ -93,7 +93,7 @@ def gguf_perplexity(
 
 
 def _bos(file: Checkpoint) -> int | None:
-    """The token that every window begins with, where the family that is written as this architecture expects one."""
+    """Return the first token of every window, if the family of this architecture expects one."""
     expecting = [f.gguf for f in all_families().values() if f.begins_with_bos and not isinstance(f.gguf, str)]
     names = {f"llama.cpp {form.architecture}" for forms in expecting for form in forms}
     return file.config["bos_token_id"] if file.architecture in names else None
@@ -106,13 +106,13 @@ def _read(server: LlamaServer, source: str, split: str | None, field: str | None
 
 
 class _Losses:
-    """Negative log-likelihoods from a server that generates."""
+    """Compute negative log-likelihoods with a server that generates."""
 
     def __init__(self, server: LlamaServer, vocab_size: int) -> None:
         self._server = server
         self._vocab_size = vocab_size
-        # llama.cpp leaves a token whose bytes are a part of a character out of its answer; another one is generated
-        # then, and the token is looked up among all.
+        # llama.cpp's answer lacks a token whose bytes are a part of a character. Then a whole one is generated, and the
+        # token is looked up among all.
         self._whole = server.tokenize("a", add_special=False)[-1]
         self._parts: set[int] = set()
 
@@ -131,16 +131,16 @@ class _Losses:
 
     def _loss(self, position: int, window_of_slot: tuple[int, list[int]]) -> float:
         slot, window = window_of_slot
-        wanted = window[position]
-        if wanted not in self._parts:
-            found = self._log_probabilities(slot, window[:position], wanted, 1)
-            if wanted in found:
-                return -found[wanted]
-            self._parts.add(wanted)
-        return -self._log_probabilities(slot, window[:position], self._whole, self._vocab_size)[wanted]
+        token = window[position]
+        if token not in self._parts:
+            likely = self._log_probabilities(slot, window[:position], token, 1)
+            if token in likely:
+                return -likely[token]
+            self._parts.add(token)
+        return -self._log_probabilities(slot, window[:position], self._whole, self._vocab_size)[token]
 
     def _log_probabilities(self, slot: int, prompt: list[int], forced: int, count: int) -> dict[int, float]:
-        """Log probabilities after a prompt: of the token that is generated, and of the ``count`` most likely ones."""
+        """Return log probabilities after a prompt: of the generated token, and of the ``count`` most likely ones."""
         answer = self._server.post(
             "/completion", prompt=prompt, n_predict=1, temperature=0, n_probs=count, logit_bias=[[forced, BIAS]],
             cache_prompt=True, id_slot=slot, return_tokens=True,

@@ -1,4 +1,4 @@
-"""A llama.cpp server of one GGUF file in this process, asked over the loopback interface."""
+"""Run a llama.cpp server of one GGUF file in this process, and send it requests over the loopback interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERRORS = 1
 
 
 class LlamaCppError(PypruneError):
-    """llama.cpp refused a request; the message has its words."""
+    """llama.cpp refused a request; the message has its answer."""
 
 
 def llama_cpp_installed() -> bool:
@@ -38,8 +38,8 @@ class LlamaServer:
         context: tokens of a sequence, prompt and continuation together.
         float32: keep the key-value cache in float32 and leave flash attention out, to compare with another program;
             by default both are llama.cpp's own choice (float16).
-        threads: that compute; None = as many as llama.cpp takes by itself, which is one for each core. They wait for
-            each other in a loop, so that on a busy machine fewer can be much faster.
+        threads: that compute; None = llama.cpp's default, one for each core. They wait for each other in a loop, so
+            that on a busy machine fewer can be much faster.
 
     Raises:
         CheckpointError: llama.cpp does not load the file; its reason is on stderr.

@@ -1,6 +1,6 @@
 """The tokenizer of a checkpoint as llama.cpp reads it: byte-level BPE, or BPE made from a SentencePiece model.
 
-Everything is read off the fast tokenizer. What llama.cpp would split in another way is refused.
+Everything is read off the fast tokenizer. A tokenizer whose text llama.cpp would split differently is refused.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPECIAL = ("bos", "eos", "unk", "pad")
 """Tokens that a file names by id."""
 SPACE = "\u2581"
-"""How SentencePiece writes a space."""
+"""SentencePiece's character for a space."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-"""Pattern by which a tokenizer splits text -> llama.cpp's name for it."""
+"""Pattern by which a tokenizer splits text: llama.cpp's name for it."""
 COMPOSES = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
 IGNORES_MERGES = "llama-bpe"
-"""The one of these names under which llama.cpp takes a whole word of the vocabulary without merging."""
+"""The name for which llama.cpp takes a whole word of the vocabulary without merging."""
 
 
 @dataclass
 class Vocabulary:
-    """What the file says of the tokenizer.
+    """The tokenizer in the file.
 
     Attributes:
         model: gpt2 (byte-level BPE) or llama (SentencePiece).
@@ -62,13 +62,13 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int, ends: Sequence[int] = 
         writer: a ``gguf.GGUFWriter``.
         tokenizer: of the checkpoint; None = it has none.
         rows: of the embedding; ids without a token become unused ones.
-        ends: ids that end an answer (``generation_config.json``), the tokenizer's own end among them or not.
+        ends: ids that end an answer (``generation_config.json``), with or without the tokenizer's end.
 
     Returns:
         Notes for the user, one sentence each.
 
     Raises:
-        CheckpointError: there is none, or llama.cpp would split text in another way; the message says why.
+        CheckpointError: there is none, or llama.cpp would split text differently; the message has the reason.
     """
     vocabulary, (before, after) = read_tokenizer(tokenizer, rows)
     writer.add_tokenizer_model(vocabulary.model)
@@ -93,7 +93,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int, ends: Sequence[int] = 
 
 
 def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, bool]]:
-    """What a GGUF file holds of a tokenizer: the vocabulary, and whether bos and eos stand around a text.
+    """Return what a GGUF file holds of a tokenizer: the vocabulary, and whether (bos, eos) are added to a text.
 
     Args:
         tokenizer: see :func:`add_tokenizer`.
@@ -110,13 +110,13 @@ def read_tokenizer(tokenizer: Any, rows: int) -> tuple[Vocabulary, tuple[bool, b
 
 
 def _add_ends(writer: Any, ends: Sequence[int], tokens: Sequence[str]) -> list[str]:
-    """Add the ends beside the tokenizer's own: of a turn and of a message, which stop llama.cpp alike."""
+    """Add up to two further ends, of a turn and of a message; llama.cpp stops at all of them."""
     for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
         add(end)
     if len(ends) <= 2:
         return []
     others = ", ".join(tokens[end] for end in ends[2:])
-    return [f"A GGUF file names three ends of an answer; llama.cpp may go on behind {others}."]
+    return [f"A GGUF file names three ends of an answer; llama.cpp may go on after {others}."]
 
 
 def _add_chat_template(writer: Any, template: Any) -> list[str]:
@@ -130,7 +130,7 @@ def _add_chat_template(writer: Any, template: Any) -> list[str]:
 
 
 def _added_ids(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether the bos token is put before a text, and the eos token after it."""
+    """Check whether the bos token is put before a text, and the eos token after it."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     for before in (False, True):
@@ -155,19 +155,19 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     """
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None:
-        raise _refused("it has no tokenizer.json (it is not a fast tokenizer)")
+        raise _refusal("it has no tokenizer.json (it is not a fast tokenizer)")
     data: dict[str, Any] = json.loads(core.to_str())
     model = data["model"]
     if model.get("type") != "BPE":
-        raise _refused(f"its model is {model.get('type')}, not BPE")
-    left_out = _without_row(tokenizer, data, rows)
+        raise _refusal(f"its model is {model.get('type')}, not BPE")
+    left_out = _tokens_after_rows(tokenizer, data, rows)
     tokens, types = _tokens(data, rows)
     steps = list(_steps(data.get("pre_tokenizer"), "pretokenizers"))
     if any(step["type"] == "ByteLevel" for step in steps):
         pre = _pre_tokenizer(data, steps)
         merges = [" ".join(_pair(merge)) for merge in model["merges"]]
         if not merges:
-            raise _refused("it has no merges, without which llama.cpp does not load a file")
+            raise _refusal("it has no merges, without which llama.cpp does not load a file")
         composes = any(step["type"] == "NFC" for step in _steps(data.get("normalizer"), "normalizers"))
         return Vocabulary("gpt2", pre, tokens, types, merges=merges, composes=composes, left_out=left_out)
     prefix = _space_prefix(data, steps)
@@ -175,24 +175,24 @@ def read_vocabulary(tokenizer: Any, rows: int) -> Vocabulary:
     return Vocabulary("llama", "default", tokens, types, scores=scores, space_prefix=prefix, left_out=left_out)
 
 
-def _refused(reason: str) -> CheckpointError:
+def _refusal(reason: str) -> CheckpointError:
     return CheckpointError(
         f"The tokenizer cannot be written as GGUF: {reason}. Export the checkpoint as safetensors, or write the file "
         "with llama.cpp's own converter."
     )
 
 
-def _without_row(tokenizer: Any, data: Mapping[str, Any], rows: int) -> list[str]:
-    """Texts of added tokens behind the embedding's last row: Gemma 3's tokenizer has one of the models with images.
+def _tokens_after_rows(tokenizer: Any, data: Mapping[str, Any], rows: int) -> list[str]:
+    """Return the texts of added tokens after the embedding's last row; Gemma 3 has one, for its models with images.
 
     Raises:
-        CheckpointError: other ids are behind it: of the vocabulary itself, or of bos, eos, unk and pad.
+        CheckpointError: other ids are after it: of the vocabulary itself, or of bos, eos, unk and pad.
     """
     vocabulary: Mapping[str, int] = data["model"]["vocab"]
     ids = [*vocabulary.values(), *(getattr(tokenizer, f"{kind}_token_id", None) for kind in SPECIAL)]
     largest = max(number for number in ids if number is not None)
     if largest >= rows:
-        raise _refused(f"it has the id {largest}, but the embedding has {rows} rows")
+        raise _refusal(f"it has the id {largest}, but the embedding has {rows} rows")
     return [added["content"] for added in data.get("added_tokens", ()) if added["id"] >= rows]
 
 
@@ -226,7 +226,7 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 
 def _steps(stage: Any, inner: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normaliser or pre-tokenizer, one after another."""
+    """Yield the steps of a normaliser or pre-tokenizer."""
     if stage is None:
         return
     if stage["type"] == "Sequence":
@@ -237,18 +237,18 @@ def _steps(stage: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _pre_tokenizer(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> str:
-    """llama.cpp's name for what splits the text of a byte-level tokenizer."""
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level tokenizer."""
     normaliser = [step["type"] for step in _steps(data.get("normalizer"), "normalizers")]
     if normaliser not in ([], ["NFC"]):
-        raise _refused(f"it normalises text by {', '.join(normaliser)}")
+        raise _refusal(f"it normalises text by {', '.join(normaliser)}")
     *first, last = steps
     name = None
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space") and len(first) <= 1:
         name = _split_name(first[0] if first else None, uses_regex=last.get("use_regex", True))
     if name is None:
-        raise _refused(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)})")
+        raise _refusal(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)})")
     if bool(data["model"].get("ignore_merges")) != (name == IGNORES_MERGES):
-        raise _refused(f"ignore_merges is {bool(data['model'].get('ignore_merges'))}, which is not llama.cpp's {name}")
+        raise _refusal(f"ignore_merges is {bool(data['model'].get('ignore_merges'))}, which is not llama.cpp's {name}")
     return name
 
 
@@ -263,29 +263,29 @@ def _split_name(step: Mapping[str, Any] | None, *, uses_regex: bool) -> str | No
 
 
 def _space_prefix(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> bool:
-    """Whether a SentencePiece tokenizer puts a space before a text."""
+    """Check whether a SentencePiece tokenizer puts a space before a text."""
     if not data["model"].get("byte_fallback"):
-        raise _refused("it is neither byte-level nor does it fall back to bytes")
+        raise _refusal("it is neither byte-level nor does it fall back to bytes")
     prefix = False
     for step in _steps(data.get("normalizer"), "normalizers"):
         replaces = step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == SPACE
         if step["type"] == "Prepend" and step["prepend"] == SPACE:
             prefix = True
         elif not replaces:
-            raise _refused(f"it normalises text by {step['type']}")
+            raise _refusal(f"it normalises text by {step['type']}")
     for step in steps:
         if step["type"] == "Metaspace" and step["replacement"] == SPACE:
             prefix = prefix or step.get("prepend_scheme", "always") != "never"
         elif not (step["type"] == "Split" and step["pattern"] == {"String": " "}):
-            raise _refused(f"it splits text by {step['type']}")
+            raise _refusal(f"it splits text by {step['type']}")
     return prefix
 
 
 def _scores(data: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Scores that make SentencePiece merge in the order of the merges: the earlier a token is made, the higher.
+    """Return scores with which SentencePiece merges in the order of the merges: earlier tokens have higher scores.
 
-    llama.cpp merges any two neighbours that form a token, so that the merges must be all of these, those of one token
-    after each other.
+    llama.cpp merges any two neighbours that form a token. So the merges must name all of these pairs, and the pairs of
+    one token must follow each other.
     """
     order: dict[str, int] = {}
     last = None
@@ -293,7 +293,7 @@ def _scores(data: Mapping[str, Any], tokens: list[str]) -> list[float]:
     for left, right in pairs:
         made = left + right
         if made in order and made != last:
-            raise _refused(f"the merges that make {shown(made)} do not follow each other, as SentencePiece's do")
+            raise _refusal(f"the merges that make {shown(made)} do not follow each other, as SentencePiece's do")
         order.setdefault(made, len(order))
         last = made
     known, named = set(data["model"]["vocab"]), set(pairs)
@@ -301,5 +301,5 @@ def _scores(data: Mapping[str, Any], tokens: list[str]) -> list[float]:
     for text in known - whole:
         parts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
         if any(left in known and right in known and (left, right) not in named for left, right in parts):
-            raise _refused(f"its merges do not name all ways to make {shown(text)}, as SentencePiece's do")
+            raise _refusal(f"its merges do not name all ways to make {shown(text)}, as SentencePiece's do")
     return [-float(order.get(token, len(order))) for token in tokens]

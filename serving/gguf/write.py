@@ -26,7 +26,7 @@ from pyprune.serving.gguf.blocks import (
     ggml_type,
     kind_of,
     nbytes,
-    quantised,
+    quantise_values,
 )
 from pyprune.serving.gguf.layout import Model, Planned, open_model, planned_tensors
 
@@ -37,7 +37,7 @@ OWN_KEY = "pyprune.version"
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written.
+    """The file that was written.
 
     Attributes:
         path: the file.
@@ -45,7 +45,7 @@ class GgufReport:
         quantise: format of the matrices.
         parameters: elements of all tensors.
         bytes: size of the file in bytes.
-        notes: what differs from the checkpoint or from the format asked for, one sentence each.
+        notes: differences from the checkpoint or from the format that was asked for, one sentence each.
     """
 
     path: Path
@@ -98,7 +98,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
 
 
 def check_gguf_format(quantise: str) -> None:
-    """Find out before anything is read that GGUF files of a format cannot be written.
+    """Refuse a format of GGUF files that cannot be written, before anything is read.
 
     Raises:
         ConfigError: an unknown format.
@@ -119,11 +119,11 @@ def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None
 
     Args:
         out: the file.
-        source: what is read; a pyprune checkpoint takes no further file.
+        source: the source; a pyprune checkpoint takes no further file.
         overwrite: whether a GGUF file of pyprune's may be replaced.
 
     Raises:
-        OutputError: the message says why not.
+        OutputError: the message has the reason.
     """
     from pyprune.checkpoint.record import has_record
     from pyprune.runtime.disk import in_place
@@ -147,7 +147,7 @@ def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None
 
 
 def _ends(folder: Path) -> list[int]:
-    """The ids that end an answer, as generation_config.json of a checkpoint has them."""
+    """Return the ids that end an answer, from generation_config.json of a checkpoint."""
     from pyprune.checkpoint.configuration import read_generation_config
 
     ends = getattr(read_generation_config(folder), "eos_token_id", None)
@@ -155,7 +155,7 @@ def _ends(folder: Path) -> list[int]:
 
 
 def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, list[str]]:
-    """Write the file; (elements, notes)."""
+    """Write the file; return (elements, notes)."""
     import gguf
 
     from pyprune.checkpoint.gguf import read_gguf_header
@@ -187,7 +187,7 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     try:
-        for values in track(_converted(planned, formats), "writing tensors", total=len(planned)):
+        for values in track(_convert(planned, formats), "writing tensors", total=len(planned)):
             writer.write_tensor_data(values)
     finally:
         writer.close()
@@ -203,7 +203,7 @@ def _add_plan(writer: Any, folder: Path) -> None:
 
 
 def _file_type(quantise: str) -> int:
-    """What llama.cpp calls a file of this format; of K-quants the mixture that is nearly all of one."""
+    """Return llama.cpp's type of a file of this format; for K-quants the mixture that is nearly all of one."""
     import gguf
 
     name = {"f32": "ALL_F32", "q4_k": "MOSTLY_Q4_K_S", "q5_k": "MOSTLY_Q5_K_S"}.get(quantise)
@@ -213,12 +213,12 @@ def _file_type(quantise: str) -> int:
 def _format_notes(planned: list[Planned], formats: list[str], quantise: str, head: str) -> Iterator[str]:
     matrices = {t.name: kind for t, kind in zip(planned, formats, strict=True) if len(t.shape) > 1}
     fine = FINE.get(quantise, quantise)
-    for kind, wanted in ((NARROW.get(quantise), BLOCKS[quantise][0]), (FALLBACK, 32)):
-        others = [name for name, found in matrices.items() if found == kind != quantise and name != head]
+    for kind, multiple in ((NARROW.get(quantise), BLOCKS[quantise][0]), (FALLBACK, 32)):
+        others = [name for name, used in matrices.items() if used == kind != quantise and name != head]
         if others:
             yield (
-                f"{len(others)} of {len(matrices)} matrices are {kind}, because their rows are no multiple of {wanted} "
-                f"({others[0]} and others)."
+                f"{len(others)} of {len(matrices)} matrices are {kind}, because their rows are no multiple of "
+                f"{multiple} ({others[0]} and others)."
             )
     if matrices[head] == fine != quantise:
         yield f"{head} makes the logits and is {fine}."
@@ -226,7 +226,7 @@ def _format_notes(planned: list[Planned], formats: list[str], quantise: str, hea
         yield f"{head} makes the logits and is {matrices[head]}: its rows are no multiple of {BLOCKS[fine][0]}."
 
 
-def _converted(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
+def _convert(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
     for tensor, kind in zip(planned, formats, strict=True):
         values = np.ascontiguousarray(tensor.make())
         if kind not in ("f32", "bf16") and values.size and float(np.abs(values).max()) > F16_MAX:
@@ -234,4 +234,4 @@ def _converted(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
                 f"{tensor.name} holds values beyond {F16_MAX:g}, the range of float16, which {kind} uses. "
                 "Write the file as bf16 or f32."
             )
-        yield quantised(values, kind)
+        yield quantise_values(values, kind)

@@ -1,4 +1,4 @@
-"""How many sequences the key-value cache holds: computed from config.json, and what a server says in its log."""
+"""Sequences that the key-value cache holds: computed from config.json, and reported in the server's log."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, replace
 
 CONCURRENCY = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x")
 BLOCK = re.compile(r"Setting kv cache block size to (\d+)")
-"""vLLM's line where the attention does not take the size that it would have chosen."""
+"""vLLM's line where the attention does not take the default size."""
 BLOCK_LABEL = re.compile(r'^vllm:cache_config_info\{(?:[^\n]*[{,])?block_size="(\d+)"', re.MULTILINE)
 COMPILED = re.compile(r"torch\.compile took ([\d.]+) s in total")
 MODE = re.compile(r"Initializing a V1 LLM engine .*compilation_config=.*?'mode': <CompilationMode\.(\w+)")
 LENGTH = re.compile(r"Initializing a V1 LLM engine .*max_seq_len=(\d+)")
-"""vLLM's line with the configuration that it runs, whatever its options, their file and the platform made of it."""
+"""vLLM's line with the final configuration, after options, their file and the platform."""
 NOT_COMPILED = "NONE"
-"""Its word for a model that is not compiled."""
+"""vLLM's word for a model that is not compiled."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a key-value cache holds.
+    """The content of a key-value cache.
 
     Attributes:
-        token_bytes: keys and values of one token in all layers; 0 = the server alone says what its cache holds.
+        token_bytes: keys and values of one token in all layers; 0 = only the server knows.
         block_tokens: tokens of a block; a sequence occupies whole blocks.
         memory: bytes of the cache.
         context: tokens of a sequence.
-        reported: sequences of ``context`` tokens that the server says it holds; None where it does not say so.
+        reported: sequences of ``context`` tokens by the server's log; None without that line.
     """
 
     token_bytes: int
@@ -37,44 +37,42 @@ class Capacity:
 
     @property
     def sequences(self) -> float:
-        """Sequences of ``context`` tokens that fit, computed as vLLM does: whole blocks over the blocks of one."""
+        """Return the sequences of ``context`` tokens that fit, as vLLM computes it: whole blocks over those of one."""
         if not self.token_bytes:
             return 0.0
         blocks = self.memory // (self.block_tokens * self.token_bytes)
         return blocks / -(-self.context // self.block_tokens)
 
     def held(self, tokens: int) -> float:
-        """Sequences of so many tokens, at most the context, that fit.
+        """Return the sequences of this number of tokens, at most the context, that fit.
 
-        Where the server's log is believed instead of what is computed, it counts sequences of the whole context: of
-        shorter ones the cache holds as many at least.
+        Where log and computation differ, the log is used. It counts sequences of the whole context: the cache holds at
+        least as many shorter ones.
         """
         if not self.token_bytes:
             return self.reported or 0.0
         computed, whole = replace(self, context=tokens).sequences, self.sequences
-        if self.reported is None or self.confirmed:
+        if self.reported is None or self.is_confirmed:
             return computed
         return max(computed * min(1.0, self.reported / whole), self.reported) if whole else self.reported
 
     @property
-    def confirmed(self) -> bool | None:
-        """Whether the server says the same, to the two digits that it prints; None where only one of both is known."""
+    def is_confirmed(self) -> bool | None:
+        """Check that the log agrees, to the two digits that it prints; None where one of both is unknown."""
         return None if self.reported is None or not self.token_bytes else abs(self.sequences - self.reported) < 0.0051
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says about itself once it is up.
+    """The facts that a server reports after its start; None for each that it does not report.
 
     Attributes:
-        block_tokens: tokens of a block of its cache; None where it does not say.
-        context: tokens of the sequences that ``sequences`` counts; None where it does not say.
-        sequences: as many as its cache holds; None where it does not say.
-        compile_seconds: that torch.compile took, as vLLM counts it; None where nothing was compiled, and on a CPU, of
-            which vLLM does not say it.
-        compilation: vLLM's name of how the model is compiled, :data:`NOT_COMPILED` among them; None where it does not
-            say.
-        max_model_len: tokens of the longest sequence that it takes; None where it does not say.
+        block_tokens: tokens of a block of its cache.
+        context: tokens of the sequences that ``sequences`` counts.
+        sequences: that its cache holds.
+        compile_seconds: of torch.compile, as vLLM counts it; None also where nothing was compiled, and on a CPU.
+        compilation: vLLM's name of the mode of compilation, such as :data:`NOT_COMPILED`.
+        max_model_len: tokens of the longest sequence that it takes.
     """
 
     block_tokens: int | None
@@ -86,7 +84,7 @@ class ServerFacts:
 
 
 def server_facts(log: str, metrics: str) -> ServerFacts:
-    """Read what a server said.
+    """Read the facts of a server.
 
     Args:
         log: everything that it printed.

@@ -1,4 +1,4 @@
-"""vLLM's own client, `vllm bench serve`: how it is called, and what is read from the file that it writes."""
+"""Run vLLM's own client, `vllm bench serve`, and read the file that it writes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pyprune.serving.load.results import Request, Turn
 
 RESULT = "result.json"
 LOOK_S = 60.0
-"""Seconds between two looks at whether a server still gives tokens."""
+"""Seconds between two checks that a server still gives tokens."""
 METRICS = "ttft,tpot,itl,e2el"
 
 
 def bench_command(url: str, model: str, load: Load, options: LoadOptions, repeat: int, folder: Path) -> list[str]:
     """Return the command line of one turn; its result goes to :data:`RESULT` in ``folder``.
 
-    Every model gets the same prompts in a turn, and every turn others. As many requests as come at once go ahead, which
+    Every model gets the same prompts in a turn, and every turn gets others. Warm-up requests, as many as come at once,
     are not measured.
 
     Args:
@@ -70,17 +70,17 @@ def run_client(
     patience: float = COMMAND_TIMEOUT_S,
     progress: Callable[[], object | None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run the client and return what it wrote.
+    """Run the client and return its result.
 
     Args:
         command: of :func:`bench_command`.
-        folder: where it writes its result.
+        folder: for its result.
         patience: seconds without progress after which it is ended; a turn takes as long as its requests do.
-        progress: what changes while the server answers; None where that is not known at the moment.
+        progress: returns a value that changes while the server answers; None = unknown at the moment.
 
     Raises:
-        EngineError: it ended with an error, wrote nothing that can be read, or got nothing for so long; with the end of
-            its log.
+        EngineError: it ended with an error, wrote no readable result, or made no progress for ``patience`` seconds;
+            with the end of its log.
     """
     with tempfile.NamedTemporaryFile(prefix="pyprune-client-", suffix=".log") as log:
         path = Path(log.name)
@@ -88,10 +88,10 @@ def run_client(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=client_environment()
         )
         try:
-            if not _ended(process, patience, progress):
+            if not _wait(process, patience, progress):
                 raise engine_error(f"`vllm bench serve` got no token from the server for {patience:.0f} s", path)
         finally:
-            process.kill()  # nothing where it has ended
+            process.kill()  # no effect where it has ended
             process.wait()
         if process.returncode:
             raise engine_error(f"`vllm bench serve` ended with status {process.returncode}", path)
@@ -102,8 +102,8 @@ def run_client(
         return dict(found)
 
 
-def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable[[], object | None]) -> bool:
-    """Wait for a client; False where so many seconds went by without progress."""
+def _wait(process: subprocess.Popen[bytes], patience: float, progress: Callable[[], object | None]) -> bool:
+    """Wait for a client; False after ``patience`` seconds without progress."""
     seen, since = progress(), time.monotonic()
     while time.monotonic() - since < patience:
         with suppress(subprocess.TimeoutExpired):
@@ -115,13 +115,13 @@ def _ended(process: subprocess.Popen[bytes], patience: float, progress: Callable
     return False
 
 
-def counting_obstacle(found: Mapping[str, Any], new_tokens: int) -> str:
-    """Why a turn does not count, a sentence without its full stop; empty where it does.
+def counting_obstacle(found: Mapping[str, Any], new_tokens: int) -> str | None:
+    """Explain why a turn does not count, in a sentence without its full stop; None where it does.
 
-    Requests failed, or answers broke off: vLLM's client counts one that had begun as a success.
+    Requests failed, or answers broke off: vLLM's client counts an answer that had begun as a success.
 
     Args:
-        found: what the client wrote.
+        found: result of the client.
         new_tokens: of every answer.
     """
     if failed := found.get("failed"):
@@ -129,7 +129,7 @@ def counting_obstacle(found: Mapping[str, Any], new_tokens: int) -> str:
         return f"{failed} of {found.get('num_prompts')} requests failed: {why.strip()[-500:].rstrip('.')}"
     short = sum(tokens != new_tokens for tokens in found.get("output_lens", ()))
     if not short:
-        return ""
+        return None
     return (
         f"{short} of {len(found['output_lens'])} answers have another length than the {new_tokens} tokens that were "
         "asked for: they broke off, and the turn does not count; measure again"
@@ -137,12 +137,12 @@ def counting_obstacle(found: Mapping[str, Any], new_tokens: int) -> str:
 
 
 def patience_with(load: Load, options: LoadOptions) -> float:
-    """Seconds that a turn may get no token: an hour, and as long as its requests take to be sent at their rate."""
+    """Return the seconds that a turn may get no token: an hour, plus the time to send its requests at their rate."""
     return COMMAND_TIMEOUT_S + (options.requests_of(load) / load.rate if load.rate else 0.0)
 
 
 def client_environment() -> dict[str, str]:
-    """The environment of the client, which must not ask a proxy for the loopback interface."""
+    """Return the environment of the client, which must not use a proxy for the loopback interface."""
     ours = engine_environment()
     known = [ours.get(name) for name in ("no_proxy", "NO_PROXY")]
     direct = ",".join(dict.fromkeys([*(text for text in known if text), "127.0.0.1"]))
@@ -150,13 +150,16 @@ def client_environment() -> dict[str, str]:
 
 
 def measured_span(found: Mapping[str, Any]) -> tuple[float, float] | None:
-    """When the first request was sent and the last one answered, by the clock of ``time.perf_counter``.
+    """Return when the first request was sent and the last one answered, by the clock of ``time.perf_counter``.
 
     Args:
-        found: what the client wrote; None where it tells no times, as older releases do.
+        found: result of the client.
+
+    Returns:
+        None where the result has no times.
 
     Raises:
-        EngineError: the times are of another form: another release of vLLM.
+        EngineError: the times have another form: another release of vLLM.
     """
     starts = found.get("start_times")
     if not starts:
@@ -164,18 +167,18 @@ def measured_span(found: Mapping[str, Any]) -> tuple[float, float] | None:
     try:
         return min(starts), max(start + latency for start, latency in zip(starts, found["latencies"], strict=True))
     except (KeyError, TypeError, ValueError) as error:
-        raise _untested(error) from error
+        raise _release_error(error) from error
 
 
 def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
     """Return one turn of the client's result.
 
     Args:
-        found: what the client wrote, with --save-detailed.
-        facts: the attributes of the turn that it does not know.
+        found: result of the client, with --save-detailed.
+        facts: the attributes of the turn that it lacks.
 
     Raises:
-        EngineError: the result lacks what is needed: another release of vLLM.
+        EngineError: the result lacks an entry: another release of vLLM.
     """
     try:
         rows = zip(found["ttfts"], found["itls"], found["latencies"], found["output_lens"], strict=True)
@@ -190,10 +193,10 @@ def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
             **facts,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise _untested(error) from error
+        raise _release_error(error) from error
 
 
-def _untested(error: Exception) -> EngineError:
+def _release_error(error: Exception) -> EngineError:
     return EngineError(
         f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It comes from a "
         "release of vLLM that was not tested; 0.32 was."

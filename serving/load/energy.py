@@ -1,4 +1,4 @@
-"""Energy by the machine's own counters: CPU packages and memory (powercap), NVIDIA GPUs (NVML)."""
+"""Measure energy with the machine's counters: CPU packages and memory (powercap), NVIDIA GPUs (NVML)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Counter:
     """One counter that grows.
 
     Attributes:
-        name: of what it measures.
+        name: of the part that it measures.
         read: its value now, in joules.
         wraps_at: value in joules at which it starts again from 0; None = it does not.
     """
@@ -33,19 +33,21 @@ class Counter:
     wraps_at: float | None = None
 
     def since(self, before: float, now: float) -> float:
-        """Joules between two values, of which the first is the earlier."""
+        """Return the joules between an earlier and a later value."""
         return now - before if now >= before or self.wraps_at is None else now + self.wraps_at - before
 
 
 def find_counters(powercap: Path = POWERCAP) -> list[Counter]:
-    """Every counter that can be read here; powercap's are for root alone on most machines."""
+    """Return every counter that can be read here; powercap's are for root alone on most machines."""
     return [*_cpu_counters(powercap), *_gpu_counters()]
 
 
 def _cpu_counters(powercap: Path) -> list[Counter]:
-    """CPU packages, and memory where it is counted beside them; what is part of a package is left out."""
-    found = []
-    for zone in sorted(powercap.glob("intel-rapl:*")):  # AMD's are called so too; intel-rapl-mmio counts the same twice
+    """Return the counters of CPU packages and of memory that is not part of a package."""
+    counters = []
+    for zone in sorted(
+        powercap.glob("intel-rapl:*")
+    ):  # AMD's have this name too; intel-rapl-mmio counts everything twice
         try:
             name = (zone / "name").read_text().strip()
             wraps_at = int((zone / "max_energy_range_uj").read_text()) / 1e6
@@ -54,8 +56,8 @@ def _cpu_counters(powercap: Path) -> list[Counter]:
         except (OSError, ValueError):
             continue
         if name.startswith("package") or name == "dram":
-            found.append(counter)
-    return found
+            counters.append(counter)
+    return counters
 
 
 def _cpu_joules(path: Path) -> float:
@@ -63,21 +65,21 @@ def _cpu_joules(path: Path) -> float:
 
 
 def _gpu_counters() -> list[Counter]:
-    """Of every visible GPU, where all of them tell their energy."""
-    found = [Counter(gpu.name, gpu.joules) for gpu in visible_gpus()]
+    """Return the counters of all visible GPUs; [] unless all of them report their energy."""
+    counters = [Counter(gpu.name, gpu.joules) for gpu in visible_gpus()]
     try:
-        for counter in found:
+        for counter in counters:
             counter.read()
     except OSError:  # older than Volta
         return []
-    return found
+    return counters
 
 
 class EnergyMeter:
     """Samples counters in a thread while it is open.
 
     Args:
-        counters: what is added up; none = nothing is sampled.
+        counters: their values are added up; () = nothing is sampled.
         clock: seconds; the default is shared by all processes of a Linux machine.
     """
 
@@ -108,10 +110,10 @@ class EnergyMeter:
             self.sample()
 
     def sample(self) -> None:
-        """Read every counter once; without a sample where one cannot be read."""
+        """Read every counter once; take no sample if one cannot be read."""
         try:
             values = [counter.read() for counter in self._counters]
-        except (OSError, ValueError):  # energy is told beside the measurement, never instead of it
+        except (OSError, ValueError):  # a failure must not stop the measurement
             return
         before = self._last or values
         used = sum(c.since(a, b) for c, a, b in zip(self._counters, before, values, strict=True))
@@ -120,7 +122,7 @@ class EnergyMeter:
         self._joules.append(used + (self._joules[-1] if self._joules else 0.0))
 
     def joules(self, start: float, end: float) -> float | None:
-        """Energy between two times of the clock, interpolated between samples; None where they were not sampled."""
+        """Return the energy between two times of the clock, interpolated from samples; None outside of the samples."""
         import numpy as np
 
         if len(self._times) < 2 or start < self._times[0] or end > self._times[-1]:

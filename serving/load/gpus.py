@@ -1,4 +1,4 @@
-"""NVIDIA GPUs as NVML tells of them: the energy and the memory that they use, without a CUDA context of our own."""
+"""Read energy and memory of NVIDIA GPUs from NVML, without a CUDA context."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class Gpu:
     name: str
 
     def joules(self) -> float:
-        """What it has used since its driver was loaded.
+        """Return its energy since its driver was loaded.
 
         Raises:
-            OSError: it does not tell: it is older than Volta.
+            OSError: the GPU reports none: it is older than Volta.
         """
-        return float(self._told("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
+        return float(self._query("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
     def memory(self) -> int:
-        """Bytes of its memory that are in use, by all processes.
+        """Return the bytes of its memory that all processes use.
 
         Raises:
-            OSError: it does not tell.
+            OSError: the GPU reports none.
         """
-        return int(self._told("nvmlDeviceGetMemoryInfo").used)
+        return int(self._query("nvmlDeviceGetMemoryInfo").used)
 
-    def _told(self, function: str) -> Any:
+    def _query(self, function: str) -> Any:
         try:
             return getattr(self.nvml, function)(self.handle)
         except self.nvml.NVMLError as error:
@@ -48,10 +48,10 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible.
 
-    None without NVIDIA's driver or the package that reads it, and where the variable has indices of different GPUs and
-    CUDA_DEVICE_ORDER is not PCI_BUS_ID: which ones are meant, CUDA alone knows.
+    [] without NVIDIA's driver or the package that reads it. Also [] where the variable has indices of different GPUs
+    and CUDA_DEVICE_ORDER is not PCI_BUS_ID: then only CUDA knows which ones are visible.
     """
     try:
         import pynvml
@@ -66,9 +66,9 @@ def visible_gpus() -> list[Gpu]:
 
 
 def _handles(nvml: Any, visible: str | None) -> list[Any]:
-    """NVML's handles of the GPUs, which CUDA_VISIBLE_DEVICES names by their index or their UUID.
+    """Return NVML's handles of the GPUs, which CUDA_VISIBLE_DEVICES names by index or UUID.
 
-    An index may be another GPU's to CUDA, which has the fastest one first unless it is told to go by the bus as NVML.
+    CUDA may give an index to another GPU: it sorts the fastest one first, unless it uses the order of the bus as NVML.
     """
     if visible is None:
         return _every(nvml)
@@ -87,7 +87,7 @@ def _every(nvml: Any) -> list[Any]:
 
 
 def memory_in_use(gpus: Sequence[Gpu]) -> int | None:
-    """Bytes in use on all of them; None where there is none, or one that does not tell."""
+    """Return the bytes in use on all of them; None without a GPU, or where one reports none."""
     try:
         return sum(gpu.memory() for gpu in gpus) if gpus else None
     except OSError:

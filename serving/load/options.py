@@ -1,4 +1,4 @@
-"""What servers are measured under: the load, the lengths, the service level, and how the servers are started."""
+"""Options of a measurement of servers: the load, the lengths, the service level, and the options of the servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pyprune.serving.speed.results import invalid_options
 from pyprune.serving.vllm.options import dashed_words, words_of_file
 
 SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
-"""What a service level can limit for each request -> its name in vLLM: the time to the first token, the mean time of
-the tokens after it, and the time from end to end."""
+"""Time that a service level can limit for each request: its name in vLLM. They are the time to the first token, the
+mean time of the tokens after it, and the time from end to end."""
 LEAST_REQUESTS = 8
 LENGTH_SLACK = 16
 """Tokens by which a prompt may come out longer than asked: vLLM makes it as text, and the server reads it again."""
@@ -32,19 +32,19 @@ OWNED = {
     "--port": "",
     "--served-model-name": "",
 }
-"""Options of ``vllm serve`` that a measurement sets itself -> the option that says how; "" = it is not to be chosen."""
+"""Option of ``vllm serve`` that a measurement sets: the option of pyprune for it; "" = there is none."""
 NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
 """Those that it does not always give."""
 UNCOUNTED = "--disable-log-stats"
-"""Of ``vllm serve``: its /metrics, from which a measurement tells whether a server still answers, count nothing."""
+"""Option of ``vllm serve`` with which /metrics count nothing; a measurement needs them to see a server answer."""
 UNREACHED = ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--uds")
 """Options of ``vllm serve`` with which the client of a measurement does not reach the server."""
 SECRETS = ("--hf-token", "--api-key")
-"""Options of ``vllm serve`` whose values are told to nobody."""
+"""Options of ``vllm serve`` whose values are never printed or stored."""
 HIDDEN = "***"
 NO_PREFIX_CACHING = "--no-enable-prefix-caching"
 COMPILING = ("--optimization-level", "--compilation-config")
-"""Options of ``vllm serve`` that say whether and how a model is compiled, by their long names; -O and -cc are short."""
+"""Long names of the options of ``vllm serve`` for compilation; -O and -cc are the short ones."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Load:
 
     @property
     def ratio_of(self) -> str:
-        """What a model's ratio to the baseline is of: output tokens/s, which a rate of requests would decide itself."""
+        """Name the quantity of a model's ratio to the baseline: output tokens/s, unless a rate decides them."""
         return "output tokens/s" if self.rate is None else "inverse mean end-to-end time"
 
     @property
     def default_requests(self) -> int:
-        """Requests of one turn where nothing else is asked for: two rounds, or ten seconds."""
+        """Return the default number of requests of one turn: two rounds, or ten seconds."""
         least = 2 * (self.concurrency or 0) if self.rate is None else math.ceil(10 * self.rate)
         return max(LEAST_REQUESTS, least)
 
@@ -82,14 +82,14 @@ DEFAULT_LOADS = (Load(1), Load(4), Load(16))
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is measured, and how.
+    """The options of a measurement of servers.
 
     Attributes:
         prompt_tokens: length of every prompt (vLLM's dataset "random") of a load that names none.
         new_tokens: tokens generated for every prompt; the end of a text is ignored.
         loads: one after the other, for every model.
         requests: of one turn; None = :attr:`Load.default_requests`.
-        slo: what a good request keeps: a key of :data:`SLO_METRICS` -> milliseconds; empty = no goodput.
+        slo: limits of a good request: a key of :data:`SLO_METRICS` -> milliseconds; {} = no goodput.
         repeats: turns of each model and load; with ``precision`` the least number.
         precision: see :class:`pyprune.serving.speed.results.Workload`; here of the ratios that the table shows.
         max_repeats: see there.
@@ -120,20 +120,22 @@ class LoadOptions:
         counts["prompt_tokens"] = min(self.prompts, default=self.prompt_tokens)
         if self.requests is not None:
             counts["requests"] = self.requests
-        found = invalid_options(counts, self.dtype, self.seed)
+        problems = invalid_options(counts, self.dtype, self.seed)
         if not 0 < self.kv_gib < math.inf:
-            found.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
+            problems.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
         most = max((load.concurrency or 0 for load in self.loads), default=0)
         if self.requests is not None and 1 <= self.requests < most:
-            found.append(f"requests is {self.requests}; {most} at once need at least as many.")
+            problems.append(f"requests is {self.requests}; {most} at once need at least as many.")
         if "tpot" in self.slo and self.new_tokens == 1:
-            found.append("slo limits tpot, the time of the tokens after the first; new_tokens is 1, so there are none.")
+            problems.append(
+                "slo limits tpot, the time of the tokens after the first; new_tokens is 1, so there are none."
+            )
         if not self.loads:
-            found.append("No load was given; name at least one concurrency or request rate.")
-        found += owned_problems(self.vllm_args)
-        found += precision_problems(self.repeats, self.precision, self.max_repeats)
-        if found:
-            raise ConfigError(found)
+            problems.append("No load was given; name at least one concurrency or request rate.")
+        problems += owned_problems(self.vllm_args)
+        problems += precision_problems(self.repeats, self.precision, self.max_repeats)
+        if problems:
+            raise ConfigError(problems)
 
     def prompt_of(self, load: Load) -> int:
         """Length of the prompts of ``load`` in tokens."""
@@ -156,7 +158,7 @@ class LoadOptions:
 
     @property
     def asked_of_vllm(self) -> tuple[str, ...]:
-        """Options of ``vllm serve`` that were chosen: ``vllm_args``, and ``eager`` as vLLM calls it."""
+        """Return the chosen options of ``vllm serve``: ``vllm_args``, and vLLM's name of ``eager``."""
         return (*(("--enforce-eager",) if self.eager else ()), *self.vllm_args)
 
     @property
@@ -180,7 +182,7 @@ class LoadOptions:
 
 
 def _told(word: str, after: str) -> str:
-    """A word of a command line as it may be shown, and the one before it."""
+    """Return a word of a command line without secrets; ``after`` is the word before it."""
     name, equals, _ = word.partition("=")
     if equals and _is_secret(name):
         return f"{name}={HIDDEN}"
@@ -188,19 +190,19 @@ def _told(word: str, after: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether this is the name of one of :data:`SECRETS`, also with underscores or cut short."""
+    """Check for the name of one of :data:`SECRETS`, also with underscores or cut short."""
     return _whole_name(dashed_words([name])[0], SECRETS) is not None
 
 
 def _whole_name(name: str, options: Sequence[str]) -> str | None:
-    """The first of these options whose name this is, also cut short; None where it is of none."""
+    """Return the first of these options that has this name, also cut short; None without one."""
     return next((known for known in options if len(name) > len("--") and known.startswith(name)), None)
 
 
 def owned_problems(vllm_args: Sequence[str]) -> list[str]:
-    """What of these options of ``vllm serve`` would undo what the report says was measured.
+    """Return an error for each option of ``vllm serve`` that would contradict the report.
 
-    The file of their --config stands before what the measurement gives, which replaces it; its other options count.
+    The options of the measurement replace those of the file of --config; its other options count.
     """
     given = dashed_words(vllm_args)
     return [
@@ -214,23 +216,23 @@ def owned_problems(vllm_args: Sequence[str]) -> list[str]:
     ]
 
 
-def _owned_problem(name: str, owned: Sequence[str]) -> str:
-    """That an option is one of these, cut short or negated, in a sentence; empty where it is not."""
-    found = _whole_name(name.replace("--no-", "--", 1), owned)
-    if found is None or name == NO_PREFIX_CACHING:
-        return ""
-    if found in UNREACHED:
+def _owned_problem(name: str, owned: Sequence[str]) -> str | None:
+    """Return the error if an option is one of these, also cut short or negated; None if it is not."""
+    option = _whole_name(name.replace("--no-", "--", 1), owned)
+    if option is None or name == NO_PREFIX_CACHING:
+        return None
+    if option in UNREACHED:
         return f"vllm_args holds {name}, with which the measurement's client does not reach the server; leave it out."
-    if found == UNCOUNTED:
+    if option == UNCOUNTED:
         return f"vllm_args holds {name}, with which /metrics counts nothing and no turn can be followed; leave it out."
-    instead = f"use {OWNED[found]} of `pyprune bench`" if OWNED[found] else "leave it out"
+    instead = f"use {OWNED[option]} of `pyprune bench`" if OWNED[option] else "leave it out"
     return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
 
 
 def compile_options(vllm_args: Sequence[str]) -> list[str]:
-    """The words that say whether and how ``vllm serve`` compiles, among these and in the file of their --config.
+    """Return the words that decide how ``vllm serve`` compiles, among these and in the file of their --config.
 
-    What the file nests is not among them; vLLM's log alone tells what comes of it.
+    Nested fields of the file are not among them; only vLLM's log shows their effect.
     """
     words = [*words_of_file(vllm_args), *dashed_words(vllm_args)]
     found: list[str] = []
@@ -242,7 +244,7 @@ def compile_options(vllm_args: Sequence[str]) -> list[str]:
 
 
 def _compiles(word: str) -> bool:
-    """Whether a word is one of :data:`COMPILING`, short or cut short, also with a field behind a point."""
+    """Check for one of :data:`COMPILING`, short or cut short, also with a field after a point."""
     name = re.split(r"[=.]", word, maxsplit=1)[0]
     return name == "-cc" or name.startswith("-O") or _whole_name(name, COMPILING) is not None
 
@@ -272,7 +274,7 @@ def parse_prompts(text: str) -> tuple[int, ...]:
 
 
 def with_prompts(loads: Sequence[Load], prompts: Sequence[int]) -> tuple[Load, ...]:
-    """Every load with every length of prompts; as they are where there is one length, which the options name."""
+    """Combine every load with every length of prompts; with one length, which the options name, return the loads."""
     if len(prompts) < 2:
         return tuple(loads)
     return tuple(replace(load, prompt_tokens=length) for length in prompts for load in loads)

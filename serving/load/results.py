@@ -1,4 +1,4 @@
-"""What a measurement of servers consists of: requests, turns, models, and the report made of them."""
+"""The parts of a measurement of servers: requests, turns, models, and the report made of them."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class ServedModel:
         parameters: stored parameters.
         bytes: size of the weight files.
         load_seconds: of every start, until the server was healthy.
-        compile_seconds: of every start that compiled, as vLLM counts them (not on a CPU); part of ``load_seconds``.
+        compile_seconds: of every start that compiled, by vLLM's log (not on a CPU); part of ``load_seconds``.
         memory: most bytes of the host that the server's processes held.
-        gpu_memory: most bytes of its GPUs that were in use after a turn, beyond what was in use before its start; None
-            where no GPU tells.
-        capacity: of its key-value cache; None where the server does not say what it takes to know it.
-        compilation: vLLM's name of how its servers compiled it; None where their log does not say.
+        gpu_memory: most bytes of its GPUs that were in use after a turn, less those before its start; None without a
+            report.
+        capacity: of its key-value cache; None where the server's log does not suffice.
+        compilation: vLLM's name of the mode of compilation; None where the log has none.
         max_model_len: tokens of the longest sequence that its servers took.
     """
 
@@ -116,11 +116,11 @@ class LoadReport:
     """Every turn of a run and the summaries that the tables need. The first model is the baseline.
 
     Attributes:
-        options: what was measured.
+        options: of the measurement.
         models: name -> sizes and facts, in the order given.
         turns: in the order taken.
         resident: all servers were up the whole time, idle but for one; False = one was up at a time.
-        note: what to distrust; None when there is nothing to say.
+        note: figures to distrust; None without any.
         environment: commit, device, ISA flags, versions, variables of the servers, time.
         counters: names of the counters of energy that were read.
     """
@@ -148,7 +148,7 @@ class LoadReport:
         return summary(found) if found else None
 
     def joules_per_token(self, model: str, load: Load) -> Summary | None:
-        """Joules of the machine for each output token, over the turns; None where it tells no energy."""
+        """Joules of the machine for each output token, over the turns; None without counters."""
         found = [t.joules / t.output_tokens for t in self._of(model, load) if t.joules is not None and t.output_tokens]
         return summary(found) if found else None
 
@@ -158,8 +158,8 @@ class LoadReport:
 
     def ratio(self, model: str, load: Load) -> float:
         """How many times as fast as the baseline a model is: by :func:`pace`, the medians of the turns."""
-        own, base = (summary([pace(t, load) for t in self._of(name, load)]).median for name in (model, self.baseline))
-        return own / base
+        speed, base = (summary([pace(t, load) for t in self._of(name, load)]).median for name in (model, self.baseline))
+        return speed / base
 
     def interval(self, model: str, load: Load) -> Interval | None:
         """The 95 % interval of the ratio, from paired turns; None for the baseline and for fewer than two turns."""
@@ -200,7 +200,7 @@ class LoadReport:
         found = asdict(model)
         if (c := model.capacity) is not None:
             known = {"token_bytes": c.token_bytes, "sequences": c.sequences} if c.token_bytes else {}
-            found["capacity"] |= {"token_bytes": None, "sequences": None, **known, "confirmed": c.confirmed}
+            found["capacity"] |= {"token_bytes": None, "sequences": None, **known, "confirmed": c.is_confirmed}
         return found
 
     def _summary(self, name: str, load: Load) -> dict[str, Any]:
@@ -229,9 +229,9 @@ def speeds(turns: Sequence[Turn], load: Load) -> dict[tuple[str, int], float]:
 
 
 def pace(turn: Turn, load: Load) -> float:
-    """What models are compared by, more is better: see :attr:`Load.ratio_of`.
+    """Return the quantity by which models are compared, more is better: see :attr:`Load.ratio_of`.
 
-    Under a rate every server that keeps up gives the same tokens per second, those that were asked for; there it is the
+    It is output tokens/s. Under a rate every fast enough server gives the same tokens per second; there it is the
     inverse of the mean end-to-end time.
     """
     return turn.tokens_per_second if load.rate is None else 1 / turn.end_to_end

@@ -114,7 +114,7 @@ def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> No
 
 
 class _Run:
-    """State of one measurement: the turns so far and where they are written."""
+    """State of one measurement: the turns so far and the file that they are written to."""
 
     def __init__(self, models: dict[str, Checkpoint], options: LoadOptions, jsonl: Path | None) -> None:
         self.models, self.options, self.jsonl = models, options, jsonl

@@ -1,4 +1,4 @@
-"""One `vllm serve` in a process group of its own on the loopback interface."""
+"""Run one `vllm serve` in a separate process group on the loopback interface."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from pyprune.serving.vllm.supervise import END_WITH
 HOST = "127.0.0.1"
 POLL_S = 0.1
 ANSWER_SHOWN = 500
-"""Characters of an answer that is told in an error."""
+"""Characters of an answer that an error quotes."""
 START_PATIENCE = 8
-"""How many times as long as it may be silent a start may take."""
+"""A start may take this many times as long as it may be silent."""
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total.*", re.MULTILINE)
 STOP_S = 30.0
 
@@ -47,7 +47,7 @@ class Server:
 
     Args:
         command: that starts it, up to its address.
-        model: what it serves, for messages.
+        model: its name, for messages.
         environment: of its processes; None = :func:`server_environment`.
         cwd: folder that it is started in; None = this process's.
         patience: seconds in which it must be healthy, counted from the last that it wrote.
@@ -55,11 +55,11 @@ class Server:
     Attributes:
         url: its address.
         load_seconds: from its start until it was healthy.
-        facts: what it says about itself.
+        facts: that it reports.
 
     Raises:
-        EngineError: it ended, or wrote nothing for so long and was not healthy, or was not in eight times that; the
-            message has the end of its log.
+        EngineError: it ended, wrote nothing for ``patience`` seconds and was not healthy, or was not healthy after
+            eight times that; the message has the end of its log.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the server's first process, and of the group of all its processes."""
+        """Return the id of the server's first process, and of the group of all its processes."""
         return self._process.pid
 
     def exit_status(self, patience: float = 0.0) -> int | None:
-        """The status with which the first process ended, waited for at most so many seconds; None while it lives."""
+        """Return the status of the first process, after waiting ``patience`` seconds at most; None while it lives."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience)
         return self._process.returncode
@@ -110,47 +110,47 @@ class Server:
             raise self.error(f"The server of {self.model} ended with status {self._process.returncode}")
 
     def error(self, what: str) -> EngineError:
-        """The error for what happened at the server, a sentence without its full stop, with the end of its log."""
+        """Return the error for an event at the server, a sentence without its full stop, with the end of its log."""
         return engine_error(what, self._path)
 
     def cpu_seconds(self) -> float:
-        """CPU time that the server's processes have used (0 without /proc)."""
+        """Return the CPU time that the server's processes have used (0 without /proc)."""
         return group_cpu_seconds(self._process.pid)
 
     def peak_memory_bytes(self) -> int:
-        """Most memory that each of its processes held, added up; shared pages count in each (0 without /proc)."""
+        """Return the sum of the most memory that each process held, with shared pages in each (0 without /proc)."""
         return group_peak_bytes(self._process.pid)
 
     def get(self, path: str) -> str | None:
-        """The answer to a request; None while there is none, or one with another status than 200."""
-        answer = self._asked("GET", path, timeout=10)
+        """Return the answer to a request; None without one, or for another status than 200."""
+        answer = self._request("GET", path, timeout=10)
         return answer[1] if answer is not None and answer[0] == HTTPStatus.OK else None
 
     def metrics(self) -> str:
-        """What /metrics says.
+        """Return the answer of /metrics.
 
         Raises:
-            EngineError: it says nothing.
+            EngineError: there is none.
         """
-        return self._given(self._asked("GET", "/metrics", timeout=10), "/metrics")
+        return self._text_of(self._request("GET", "/metrics", timeout=10), "/metrics")
 
     def tokens(self) -> tuple[str, ...] | None:
-        """What /metrics counts of the tokens that were read and generated: other words while it answers requests.
+        """Return the lines of /metrics that count tokens; they change while the server answers requests.
 
-        None where it gives no answer, or counts none.
+        None without an answer, or without such lines.
         """
         return tuple(TOKENS.findall(self.get("/metrics") or "")) or None
 
     def post(self, path: str, body: object, timeout: float = 120) -> str:
-        """The answer to a request with a body, which is sent as JSON.
+        """Return the answer to a request with a body, which is sent as JSON.
 
         Raises:
             EngineError: there is none in ``timeout`` seconds, or its status is not 200.
         """
-        return self._given(self._asked("POST", path, json.dumps(body), timeout=timeout), path)
+        return self._text_of(self._request("POST", path, json.dumps(body), timeout=timeout), path)
 
-    def _given(self, answer: tuple[int, str] | None, path: str) -> str:
-        """What was answered, or the error that says why nothing was."""
+    def _text_of(self, answer: tuple[int, str] | None, path: str) -> str:
+        """Return the text of an answer, or raise the error if there is none."""
         if answer is None:
             self.check()
             raise self.error(f"The server of {self.model} gave no answer to {path}")
@@ -160,9 +160,9 @@ class Server:
             raise self.error(f"The server of {self.model} answered {path} with status {status}: {said}")
         return text
 
-    def _asked(self, method: str, path: str, body: str | None = None, *, timeout: float) -> tuple[int, str] | None:
+    def _request(self, method: str, path: str, body: str | None = None, *, timeout: float) -> tuple[int, str] | None:
         """Ask the server: status and text; None where it gives no answer."""
-        # Not urllib, which would ask a proxy of the user's.
+        # Not urllib, which would use a proxy of the user's.
         headers = {} if body is None else {"Content-Type": "application/json"}
         with closing(HTTPConnection(HOST, self._port, timeout=timeout)) as connection:
             try:
@@ -213,7 +213,7 @@ class Server:
 
 
 def server_environment() -> dict[str, str]:
-    """The environment of a measured server: it answers without a key, and its log says what is read from it."""
+    """Return the environment of a measured server: it answers without a key, and its log has the facts."""
     ours = {name: value for name, value in measured_environment().items() if name != "VLLM_API_KEY"}
     return {**ours, END_WITH: str(os.getpid()), "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1"}
 

@@ -1,4 +1,4 @@
-"""The tables of servers under load, and how their figures were taken."""
+"""Make the tables of servers under load, and the conditions of their figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME_COLUMNS = tuple(f"{name} {'/'.join(f'p{p}' for p in PERCENTILES)} (ms)" for
 
 
 def load_table(report: LoadReport) -> Table:
-    """Return what the clients saw: a row for each load and model.
+    """Return the table of the clients' figures: a row for each load and model.
 
     Output tokens/s and goodput are "median ± median absolute deviation" of the turns; the times are percentiles over
     the requests of all turns, in ms. The ratio is of output tokens/s, under a rate of mean end-to-end times.
@@ -46,15 +46,15 @@ def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
 
 
 def milliseconds(values: Sequence[float] | None) -> str | None:
-    """Percentiles in ms as a cell, such as "8.5 / 120 / 1,300"; None without any."""
+    """Format percentiles in ms as a cell, such as "8.5 / 120 / 1,300"; None without any."""
     return None if values is None else " / ".join(f"{value:,.{0 if value >= 100 else 1}f}" for value in values)
 
 
 def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None = None) -> Table:
-    """Return what each server takes: a row for each model.
+    """Return the table of the servers' memory and starts: a row for each model.
 
     Args:
-        report: what was measured.
+        report: of the measurement.
         perplexity: model name -> perplexity; models without one show "-".
     """
     base = report.models[report.baseline].parameters
@@ -110,7 +110,7 @@ def _taken(model: ServedModel, *, has_gpu: bool) -> tuple[Cell, ...]:
 
 
 def start_seconds(values: Sequence[float]) -> str | None:
-    """The first start in seconds, and the fastest of those after it, which find what the first one compiled."""
+    """Format the seconds of the first start and of the fastest later one, which finds compiled code."""
     if not values:
         return None
     later = f", then {min(values[1:]):.1f}" if len(values) > 1 else ""
@@ -122,12 +122,12 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
     o, env = report.options, report.environment
     found = {
         "engine": f"vLLM {vllm_release(env)}, `vllm serve` and `vllm bench serve`",
-        "mode": _of_models({name: _mode(report, model) for name, model in report.models.items()}),
+        "mode": _join_models({name: _mode(report, model) for name, model in report.models.items()}),
         "dtype": o.dtype,
         "device": f"{env['device']} ({env['cpus']} CPUs); the client runs on the same machine",
         "lengths": f"{', '.join(map(str, o.prompts))} prompt tokens (vLLM's dataset random), {o.new_tokens} new "
         "tokens, greedy, the end of a text ignored",
-        "longest sequence": _of_models({name: _longest(model) for name, model in report.models.items()}),
+        "longest sequence": _join_models({name: _longest(model) for name, model in report.models.items()}),
         "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
@@ -146,19 +146,19 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
 
 
 def _owner(options: LoadOptions) -> str:
-    """What has a cache of its own."""
+    """Name the owner of a cache: a server or a rank."""
     ranks = parallel_ranks(options.vllm_args)
     return "server" if ranks == 1 else f"of the {ranks} ranks of a server"
 
 
-def _of_models(said: Mapping[str, str]) -> str:
-    """What is said of each model, once where it is the same of all."""
-    different = set(said.values())
-    return different.pop() if len(different) == 1 else "; ".join(f"{name}: {text}" for name, text in said.items())
+def _join_models(texts: Mapping[str, str]) -> str:
+    """Join the texts of the models, or return one text if they are equal."""
+    different = set(texts.values())
+    return different.pop() if len(different) == 1 else "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def _mode(report: LoadReport, model: ServedModel) -> str:
-    """Whether the servers of a model compiled it, as their log says, and which options asked for that."""
+    """Describe how the servers of a model compiled it, by their log, and the options that asked for it."""
     o = report.options
     options = compile_options(o.vllm_args)
     if o.eager:
@@ -173,13 +173,13 @@ def _mode(report: LoadReport, model: ServedModel) -> str:
 
 
 def _default(options: LoadOptions) -> str:
-    """Where no word asks for anything, the file of --config may, in fields of its own."""
+    """Describe compilation without options on the command line; the file of --config may have some."""
     own = "vLLM's own default"
     return f"{own}, or what the file of --config says" if "--config" in options.vllm_args else own
 
 
 def _uncompiled_adapters(report: LoadReport) -> list[str]:
-    """The option for which vLLM turns compilation off on a CPU, where it was given."""
+    """Return the option for which vLLM turns compilation off on a CPU, if it was given."""
     env, is_given = report.environment, given_options(report.options.vllm_args).enable_lora
     return ["--enable-lora"] if is_given and env["device"] == env["cpu"] else []
 
@@ -195,7 +195,7 @@ def _energy(report: LoadReport) -> str:
 
 
 def _gpu_memory(report: LoadReport) -> dict[str, str]:
-    """That a GPU's memory was not read, where it was not."""
+    """Return an entry if the memory of a GPU could not be read."""
     env = report.environment
     if env["device"] == env["cpu"] or any(model.gpu_memory is not None for model in report.models.values()):
         return {}
@@ -219,14 +219,14 @@ def _side_by_side(report: LoadReport) -> str:
 
 
 def load_text(report: LoadReport) -> str:
-    """Return the conditions as lines, then how sure the ratios are, and what to distrust."""
+    """Return the conditions as lines, then the precision of the ratios, and doubts."""
     lines = [f"{name}: {value}" for name, value in load_conditions(report).items()]
     return "\n".join([*lines, *load_notes(report)])
 
 
 def load_notes(report: LoadReport) -> list[str]:
-    """Return how sure the ratios are, where that was asked, and what to distrust; one sentence or more each."""
-    notes = [_precision(report), report.note or "", *_waiting(report), *_doubts(report)]
+    """Return the precision of the ratios, if it was asked for, and doubts; one sentence or more each."""
+    notes = [_precision(report), report.note or "", *waiting_notes(report), *_doubts(report)]
     return [note for note in notes if note]
 
 
@@ -241,8 +241,8 @@ def _precision(report: LoadReport) -> str:
     return precision_sentence(found, o.precision, o.most_repeats) if o.precision else ""
 
 
-def _waiting(report: LoadReport) -> list[str]:
-    """Loads of which not all requests are served at once, so that some wait in the server."""
+def waiting_notes(report: LoadReport) -> list[str]:
+    """Return a note for each load whose requests are not all served at once."""
     seats, why = _seats(report)
     found = [
         f"{load}: {why} {seats} of these requests at a time, the others wait. TTFT contains that."
@@ -262,7 +262,7 @@ def _waiting(report: LoadReport) -> list[str]:
 
 
 def _seats(report: LoadReport) -> tuple[float, str]:
-    """How many requests a server answers at a time, as far as that is known, and what lets no more in."""
+    """Return the requests that a server answers at a time (infinite if unknown), and the reason for the limit."""
     given = given_options(report.options.vllm_args)
     if given.max_num_seqs is not None:
         return given.max_num_seqs * max(1, given.data_parallel_size), "--max-num-seqs lets a server take"
@@ -278,5 +278,5 @@ def _doubts(report: LoadReport) -> list[str]:
         f"{name}: the server's log says that its cache holds {c.reported:g} sequences, config.json that it holds "
         f"{c.sequences:.2f}. Believe the log: sliding windows, several ranks or another cache dtype count there."
         for name, model in report.models.items()
-        if (c := model.capacity) is not None and c.confirmed is False
+        if (c := model.capacity) is not None and c.is_confirmed is False
     ]

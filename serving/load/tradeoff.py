@@ -1,4 +1,4 @@
-"""Quality against speed for any number of checkpoints: which of them no other one beats in both."""
+"""Compare quality and speed of any number of checkpoints: find those that no other one beats in both."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Axis:
     more_is_better: bool
 
     def front(self, perplexity: Mapping[str, float]) -> list[str]:
-        """The models that no other one beats in perplexity and in this speed."""
+        """Return the models that no other one beats in perplexity and in this speed."""
         sign = -1 if self.more_is_better else 1
         return undominated({name: (sign * value, perplexity[name]) for name, value in self.values.items()})
 
     def chart(self, perplexity: Mapping[str, float], baseline: str) -> PointChart:
-        """Perplexity against this speed, the front joined by a line."""
+        """Return a chart of perplexity against this speed, the front joined by a line."""
         better = "more" if self.more_is_better else "less"
         return PointChart(
             f"Perplexity against {self.name}",
@@ -51,15 +51,15 @@ def speed_tradeoff(report: SpeedReport, perplexity: Mapping[str, float], text: s
     Args:
         report: what :func:`pyprune.serving.speed.measure.measure` returned.
         perplexity: of every model of it.
-        text: what the perplexity was measured on, and how.
+        text: the text of the perplexity, and how it was measured.
     """
     axes = (
         Axis("tokens/s", {name: report.tokens_per_second(name).median for name in report.models}, True),
         Axis("prompt latency (ms)", {name: report.latency_ms(name).median for name in report.models}, False),
     )
-    said, *notes = conditions(report).splitlines()
+    taken, *notes = conditions(report).splitlines()
     return _report(
-        axes, perplexity, report.baseline, [speed_table(report, perplexity=perplexity)], {"speed": said}, notes, text
+        axes, perplexity, report.baseline, [speed_table(report, perplexity=perplexity)], {"speed": taken}, notes, text
     )
 
 
@@ -71,7 +71,7 @@ def load_tradeoff(report: LoadReport, perplexity: Mapping[str, float], text: str
 
 
 def _axis(report: LoadReport, load: Load) -> Axis:
-    """Output tokens/s; under a rate, which decides those, the mean end-to-end time."""
+    """Return the axis of output tokens/s; under a rate, which decides those, of the mean end-to-end time."""
     if load.rate is None:
         speeds = {name: report.tokens_per_second(name, load).median for name in report.models}
         return Axis(f"output tokens/s, {load}", speeds, True)

@@ -209,7 +209,7 @@ def _check_lengths(limits: Mapping[str, int | None], workload: Workload) -> None
 
 
 class _Run:
-    """State of one measurement: the engines, the samples so far and where they are written."""
+    """State of one measurement: the engines, the samples so far and the file that they are written to."""
 
     def __init__(self, engine: EngineName, workload: Workload, models: dict[str, _Source], jsonl: Path | None) -> None:
         self.engine = engine
@@ -288,7 +288,7 @@ def distrust_warning(busy: float, what: str) -> str | None:
 
     Args:
         busy: CPU seconds of the others for each second of a turn, at most.
-        what: waits, in the plural.
+        what: engines or servers.
     """
     if busy <= IDLE_SHARE:
         return None

@@ -1,4 +1,4 @@
-"""How many turns a comparison takes: until the interval of every ratio is narrow enough, or a stated most."""
+"""Take turns of a comparison until the interval of every ratio is narrow enough, up to a limit."""
 
 from __future__ import annotations
 
@@ -72,24 +72,24 @@ def most_repeats(repeats: int, precision: float, max_repeats: int | None) -> int
 
 
 def precision_problems(repeats: int, precision: float, max_repeats: int | None) -> list[str]:
-    """Return what is wrong with these options, one sentence each."""
-    found = []
+    """Return the errors in these options, one sentence each."""
+    problems = []
     if not 0 <= precision < 1:
-        found.append(
+        problems.append(
             f"precision is {precision:g}; it must be at least 0 and below 1: 0.02 is 2 % of the ratio, and 0 takes "
             "exactly repeats turns."
         )
     if max_repeats is not None and precision == 0:
-        found.append(
+        problems.append(
             f"max_repeats is {max_repeats}, but precision is 0, which takes exactly repeats turns; leave it out."
         )
     if max_repeats is not None and max_repeats < repeats:
-        found.append(f"max_repeats is {max_repeats}; it must be at least repeats, which is {repeats}.")
-    return found
+        problems.append(f"max_repeats is {max_repeats}; it must be at least repeats, which is {repeats}.")
+    return problems
 
 
 def narrow(intervals: Iterable[Interval | None], precision: float) -> bool:
-    """Whether every interval is known and no wider than ``precision``."""
+    """Check that every interval is known and no wider than ``precision``."""
     return all(interval is not None and interval.width <= precision for interval in intervals)
 
 

@@ -1,4 +1,4 @@
-"""What a measurement of speed consists of: the workload, its samples, and the report made of them."""
+"""The parts of a measurement of speed: the workload, its samples, and the report made of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyprune.serving.stats import mad, median
 Column = Literal["generation", "prompt"]
 COLUMNS: tuple[Column, ...] = ("generation", "prompt")
 DTYPES = ("bfloat16", "float16", "float32")
-"""What an engine may be asked to compute in."""
+"""Dtypes in which an engine may compute."""
 SHORT_PROMPT_TOKENS = 16
 """Prompts of the generation column have 1 to this many random tokens."""
 FIRST_TOKEN_ID = 3
@@ -23,29 +23,29 @@ FIRST_TOKEN_ID = 3
 
 
 def invalid_options(counts: Mapping[str, int], dtype: str, seed: int) -> list[str]:
-    """What is wrong with options that every measurement of speed has, one sentence each.
+    """Return the errors in options that every measurement of speed has, one sentence each.
 
     Args:
-        counts: name -> what must be at least 1.
+        counts: name -> number that must be at least 1.
         dtype: of weights and activations.
         seed: of prompts, and of engines.
     """
-    found = [f"{name} is {value}; it must be at least 1." for name, value in counts.items() if value < 1]
-    found += seed_problems(seed)
+    problems = [f"{name} is {value}; it must be at least 1." for name, value in counts.items() if value < 1]
+    problems += seed_problems(seed)
     if dtype not in DTYPES:
-        found.append(f"dtype is {dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
-    return found
+        problems.append(f"dtype is {dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
+    return problems
 
 
 def seed_problems(seed: int) -> list[str]:
-    """What is wrong with a seed, which engines take too."""
+    """Return the errors in a seed, which engines take too."""
     within = 0 <= seed <= LARGEST_SEED
     return [] if within else [f"seed is {shown(str(seed))}; it must be between 0 and {LARGEST_SEED}."]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is timed.
+    """The prompts and turns that are timed.
 
     Attributes:
         batch_size: prompts in one generation request.
@@ -71,10 +71,10 @@ class Workload:
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
         counts = {name: getattr(self, name) for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")}
-        found = invalid_options(counts, self.dtype, self.seed)
-        found += precision_problems(self.repeats, self.precision, self.max_repeats)
-        if found:
-            raise ConfigError(found)
+        problems = invalid_options(counts, self.dtype, self.seed)
+        problems += precision_problems(self.repeats, self.precision, self.max_repeats)
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def most_repeats(self) -> int:
@@ -143,7 +143,7 @@ class MeasuredModel:
 
     Attributes:
         path: the checkpoint folder, or the GGUF file.
-        architecture: what loads it: a class name, or "llama.cpp" and its name there.
+        architecture: the class name that loads it, or "llama.cpp" and its name there.
         parameters: stored parameters.
         bytes: size in bytes of the weight files that the engine reads.
         format: of the weights: the dtype, or a GGUF file's format, such as q8_0.
@@ -176,8 +176,8 @@ class SpeedReport:
 
     Attributes:
         engine: vllm, transformers or llamacpp.
-        note: why the engine is not the best one, or what to distrust; None when there is nothing to say.
-        workload: what was timed.
+        note: why the engine is not the best one, or which figures to distrust; None without such a reason.
+        workload: the prompts and turns that were timed.
         models: name -> sizes, in the order given.
         samples: in the order taken.
         environment: commit, device, ISA flags, versions, time.

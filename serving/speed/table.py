@@ -26,7 +26,7 @@ EDGE = ("Format", "Load (s)", "Memory (MB)")
 RATIOS = {"generation": "TI", "prompt": "Speedup"}
 """Column -> the name of the ratio in it."""
 SAID_BELOW = ("precision", "max_repeats")
-"""Options that the sentence below the table says."""
+"""Options that the sentence below the table names."""
 
 
 def speed_table(
@@ -73,7 +73,7 @@ def _edge(model: MeasuredModel) -> tuple[Cell, ...]:
 
 
 def speed_facts(report: SpeedReport, name: str) -> dict[str, Any]:
-    """What the record of a model is to hold of its speed.
+    """Return the facts of a model's speed for its record.
 
     Args:
         report: what :func:`pyprune.serving.speed.measure.measure` returned.
@@ -87,7 +87,7 @@ def speed_facts(report: SpeedReport, name: str) -> dict[str, Any]:
 
 
 def conditions(report: SpeedReport) -> str:
-    """Return a sentence that says how the table's figures were taken, and one on how sure their ratios are."""
+    """Return a sentence on how the table's figures were taken, and one on how certain their ratios are."""
     w, env = report.workload, report.environment
     taken = [report.tokens_per_second(report.baseline).count, report.latency_ms(report.baseline).count]
     repeats = " and ".join(str(count) for count in dict.fromkeys(taken))
@@ -101,19 +101,19 @@ def conditions(report: SpeedReport) -> str:
 
 
 def _precision(report: SpeedReport) -> str:
-    """The interval of every ratio, and whether it is as narrow as was asked; empty where nothing was asked."""
-    found = {
+    """Report the interval of every ratio, and whether it is as narrow as was asked; "" where nothing was asked."""
+    intervals = {
         f"{RATIOS[column]} of {name}": report.interval(name, column)
         for name in report.models
         for column in COLUMNS
         if name != report.baseline
     }
     w = report.workload
-    return precision_sentence(found, w.precision, w.most_repeats) if w.precision else ""
+    return precision_sentence(intervals, w.precision, w.most_repeats) if w.precision else ""
 
 
 def precision_sentence(intervals: Mapping[str, Interval | None], precision: float, most: int) -> str:
-    """Say the interval of every ratio, and which of them are wider than was asked.
+    """Report the interval of every ratio, and which of them are wider than was asked.
 
     Args:
         intervals: name of a ratio -> its interval; None where one turn was taken.
@@ -124,8 +124,8 @@ def precision_sentence(intervals: Mapping[str, Interval | None], precision: floa
         return ""
     known = {name: interval for name, interval in intervals.items() if interval is not None}
     wide = [name for name in intervals if name not in known or known[name].width > precision]
-    said = [f"{name} {i.low:.3f} to {i.high:.3f} ({i.width:.1%} wide)" for name, i in known.items()]
-    listed = f"95 % intervals from paired turns: {', '.join(said)}. " if said else ""
+    ranges = [f"{name} {i.low:.3f} to {i.high:.3f} ({i.width:.1%} wide)" for name, i in known.items()]
+    listed = f"95 % intervals from paired turns: {', '.join(ranges)}. " if ranges else ""
     if not wide:
         return f"{listed}None is wider than {100 * precision:g} % of its ratio, as was asked."
     return (
@@ -135,7 +135,7 @@ def precision_sentence(intervals: Mapping[str, Interval | None], precision: floa
 
 
 def _engine(report: SpeedReport) -> str:
-    """Name, version, the format of the weights, and for vLLM how it runs the model."""
+    """Return name, version, the format of the weights, and for vLLM its mode."""
     versions = report.environment["versions"]
     if report.engine == "llamacpp":
         formats = ", ".join(dict.fromkeys(model.format for model in report.models.values()))
@@ -157,6 +157,6 @@ def _unusual_options(workload: Workload) -> dict[str, str]:
 
 
 def plus_minus(summary: Summary, digits: int = 1) -> str:
-    """Return "median ± median absolute deviation", without digits behind the point from 1000 on."""
+    """Return "median ± median absolute deviation", without decimals from 1000 on."""
     places = digits if summary.median < 1000 else 0
     return f"{summary.median:,.{places}f} ± {summary.mad:,.{places}f}"

@@ -285,7 +285,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(quantise, "quantised", fail)
+    monkeypatch.setattr(quantise, "round_weight", fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         export(model, tmp_path / "out", plan=plan, quantise="w8a16")
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith(".")] == []

@@ -194,7 +194,8 @@ def refusals(config: PretrainedConfig, engine: str) -> Callable[[PrunePlan], str
         from pyprune.fit.cost import dense_shapes
         from pyprune.serving.gguf.layout import GgufRules
 
-        return GgufRules(config, dense_shapes(config)).why_not
+        rules = GgufRules(config, dense_shapes(config))
+        return lambda plan: rules.obstacle(plan) or ""
     return partial(_why_not_vllm, config) if engine == "vllm" else lambda plan: ""
 
 

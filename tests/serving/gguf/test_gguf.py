@@ -21,7 +21,7 @@ from pyprune.families import family_for
 from pyprune.plan import PrunePlan
 from pyprune.serving.checkpoints import read_gguf
 from pyprune.serving.gguf import blocks, layout, write
-from pyprune.serving.gguf.blocks import FORMATS, NARROW, quantised
+from pyprune.serving.gguf.blocks import FORMATS, NARROW, quantise_values
 from pyprune.serving.gguf.write import export_gguf
 from tests._support.cli import refused, run
 from tests._support.llama_cpp import VOCAB, Case, LlamaCpp, byte_level_tokenizer, identity, values_of
@@ -197,9 +197,9 @@ def test_rows_are_quantised_one_by_one_whichever_thread_has_them(monkeypatch: py
         found = []
         for threads in (1, 3, 64):
             monkeypatch.setattr(blocks.os, "cpu_count", lambda threads=threads: threads)
-            found.append(quantised(values, kind))
+            found.append(quantise_values(values, kind))
         assert all((other == found[0]).all() for other in found)
-        assert (quantised(values[5:6], kind) == found[0][5:6]).all()
+        assert (quantise_values(values[5:6], kind) == found[0][5:6]).all()
         back = gguf.dequantize(found[0], gguf.GGMLQuantizationType[kind.upper()])
         assert 0 < np.sqrt(((back - values) ** 2).mean()) < 0.1
 
@@ -356,8 +356,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
                 raise OSError(28, "No space left on device")
             yield values
 
-    converted = write._converted
-    monkeypatch.setattr(write, "_converted", failing)
+    converted = write._convert
+    monkeypatch.setattr(write, "_convert", failing)
     for out, overwrite in ((report.path, True), (tmp_path / "new.gguf", False)):
         made.clear()
         with pytest.raises(OutputError, match="no room on the disk"):

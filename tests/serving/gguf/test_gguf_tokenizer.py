@@ -53,7 +53,7 @@ def test_llama_cpp_stops_at_every_end_of_generation_config(ends: list[int] | int
     others = [end for end in ([ends] if isinstance(ends, int) else ends) if end != 1]
     keys = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     assert [values_of(report)[key] for key in keys if key in values_of(report)] == others[:2]
-    assert any("llama.cpp may go on behind" in note for note in report.notes) is (len(others) > 2)
+    assert any("llama.cpp may go on after" in note for note in report.notes) is (len(others) > 2)
     with LlamaCpp(report.path) as server:
         for end in (1, *others[:2]):
             answer = server.post("/completion", prompt=[20, 21], n_predict=6, logit_bias=[[end, 1000]])

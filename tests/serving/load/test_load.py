@@ -41,7 +41,7 @@ from pyprune.serving.load.options import (
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.run import measure_serving
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.load.table import _waiting, load_conditions, load_text, server_table
+from pyprune.serving.load.table import load_conditions, load_text, server_table, waiting_notes
 from pyprune.serving.load.tradeoff import load_tradeoff
 from pyprune.serving.speed import measure as measuring
 from pyprune.serving.stats import SPEED_VARIABLES
@@ -195,9 +195,9 @@ def test_capacity_counts_the_kv_heads_of_every_layer(folders: dict[str, Path]) -
     assert token_bytes(pruned, "float32") == 2 * 32 * 4 * (0 + 2 + 1 + 2)
     held = Capacity(token_bytes=1000, block_tokens=16, memory=10 * 16_000 + 9, context=40, reported=3.33)
     assert held.sequences == pytest.approx(10 / 3)
-    assert held.confirmed is True
-    assert Capacity(1000, 16, 10 * 16_000, 40, 3.35).confirmed is False
-    assert Capacity(1000, 16, 10 * 16_000, 40).confirmed is None
+    assert held.is_confirmed is True
+    assert Capacity(1000, 16, 10 * 16_000, 40, 3.35).is_confirmed is False
+    assert Capacity(1000, 16, 10 * 16_000, 40).is_confirmed is None
 
 
 def test_the_client_is_vllm_s_own_with_every_condition(tmp_path: Path) -> None:
@@ -462,7 +462,7 @@ def test_answers_that_broke_off_do_not_count(fake: FakeServers, folders: dict[st
 def test_requests_that_failed_are_told_with_the_end_of_the_server_s_log() -> None:
     found = {"failed": 2, "num_prompts": 5, "errors": ["", "Bad Request."], "output_lens": [4, 0, 4, 4, 0]}
     assert counting_obstacle(found, 4) == "2 of 5 requests failed: Bad Request"
-    assert counting_obstacle({"failed": 0, "output_lens": [4, 4]}, 4) == ""
+    assert counting_obstacle({"failed": 0, "output_lens": [4, 4]}, 4) is None
     with Server([sys.executable, "-c", FAKE_SERVER, LOG, METRICS], "model") as server:
         message = str(server.error("Something failed"))
         assert message.startswith("Something failed. Its last log lines:")
@@ -656,7 +656,7 @@ def test_figures_are_those_of_the_requests(fake: FakeServers, folders: dict[str,
     dense = report.models["dense"].capacity
     assert dense is not None
     assert dense.sequences == 2**30 // (128 * token_bytes(read_checkpoint(folders["dense"]).config, "bfloat16")) / 2
-    assert dense.confirmed is False
+    assert dense.is_confirmed is False
 
 
 def test_an_interrupted_bench_says_where_its_turns_are(
@@ -836,7 +836,9 @@ def test_what_vllm_lets_in_by_itself_counts_on_a_cpu(
 
     def notes(version: str, *given: str) -> str:
         environment = report.environment | {"versions": {"vllm": version}}
-        return "\n".join(_waiting(replace(report, options=replace(crowd, vllm_args=given), environment=environment)))
+        return "\n".join(
+            waiting_notes(replace(report, options=replace(crowd, vllm_args=given), environment=environment))
+        )
 
     assert said in notes("0.32.0+cpu")
     assert "128 at once: without" not in notes("0.32.0+cpu")
@@ -851,7 +853,7 @@ def test_what_vllm_lets_in_by_itself_counts_on_a_cpu(
 def test_where_the_log_is_believed_it_says_how_many_wait() -> None:
     """A cache of sliding windows holds more than its layers would without them, and shorter sequences no fewer."""
     windowed = Capacity(token_bytes=1024, block_tokens=128, memory=2**20, context=1024, reported=6.0)
-    assert windowed.confirmed is False
+    assert windowed.is_confirmed is False
     assert (windowed.sequences, windowed.held(1024), windowed.held(128)) == (1.0, 6.0, 8.0)
     fewer = replace(windowed, reported=0.5)  # a draft has a part of the cache
     assert (fewer.held(1024), fewer.held(512)) == (0.5, 1.0)
