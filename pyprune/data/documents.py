@@ -1,4 +1,4 @@
-"""What every source becomes: documents in order, and how an evaluation joins them."""
+"""The documents of a source, in order, and the text between them in an evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Document:
     Attributes:
         text: the plain text (an instruction record in the Alpaca prompt layout).
         turns: (role, content) pairs for a chat template; one user turn unless the record is an instruction.
-        prompt: of an instruction record, what ``text`` begins with and a response follows; else empty.
+        prompt: of an instruction record, the beginning of ``text`` before the response; else empty.
     """
 
     text: str
@@ -23,13 +23,13 @@ class Document:
 
     @classmethod
     def plain(cls, text: str) -> Document:
-        """A document of plain text."""
+        """Make a document of plain text."""
         return cls(text, (("user", text),))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents of one source, and how the evaluation protocols join them.
+    """All documents of one source, and the way that evaluation protocols join them.
 
     Attributes:
         name: the source as the user wrote it.
@@ -46,5 +46,5 @@ class Corpus:
     instructions: bool = False
 
     def text(self) -> str:
-        """Return the evaluation stream: every document, joined once."""
+        """Return the evaluation stream: every document, join_ids once."""
         return self.joiner.join(document.text for document in self.documents)

@@ -1,6 +1,6 @@
-"""Text to token ids by a model's own tokenizer: what it is given is bounded, and so is what its chat template may do.
+"""Text to token ids by a model's own tokenizer, with bounded input and a bounded chat template.
 
-Tokenizer and template came with the model, so they may be damaged or hostile; whatever they do wrong is a
+Tokenizer and template came with the model, so they may be damaged or hostile; each of their failures is a
 :class:`DataError` that names the text.
 """
 
@@ -22,14 +22,14 @@ Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 PIECE = 4_000_000
-"""Characters of one text that a tokenizer is given at once: a fast one takes up to 200 bytes for each of them."""
+"""Characters of one text that a tokenizer gets at once: a fast one takes up to 200 bytes for each of them."""
 TOGETHER = 4_000_000
-"""Characters of several texts that it is given at once."""
+"""Characters of several texts that it gets at once."""
 TEXTS_AT_ONCE = 1024
 
 TEMPLATE_SECONDS = 5.0
 TEMPLATE_BYTES = 512 << 20
-"""What the rendering of one document may take; a long document gets more, in proportion."""
+"""Limits of rendering one document; a long document gets more, in proportion."""
 _BYTES_A_SECOND = 10e6
 _COPIES = 16
 
@@ -37,17 +37,17 @@ _OWN_TOKENIZER = "Its files may be damaged; use the tokenizer that came with the
 _OTHER_TEMPLATE = "Turn chat_template off, or use a model whose template works."
 
 _SPARE_TOKENS, _CHARACTERS_A_TOKEN = 256, 8
-"""How much of a text is tokenised at first for its first tokens."""
+"""Sizes of the first part of a text that is tokenised for its first tokens."""
 _SEPARATORS = (("\n\n", 2), ("\n", 1), (" ", 0))
-"""Where a long text is best cut, and how much of the mark stays before the cut: a space begins the next token."""
+"""Marks at which a long text is best cut, and their characters before the cut: a space begins the next token."""
 
 
 def bos_id(tokenizer: Any, asked: bool | None, *, usual: bool = False) -> int | None:
-    """The token that every window begins with, or None for none.
+    """Return the token that every window begins with, or None.
 
     Args:
         tokenizer: of the model.
-        asked: the option; None = as the model's family has it.
+        asked: the option; None = the habit of the model's family.
         usual: the family's habit (``Family.begins_with_bos``).
 
     Raises:
@@ -59,24 +59,24 @@ def bos_id(tokenizer: Any, asked: bool | None, *, usual: bool = False) -> int | 
     if number is None and asked:
         raise DataError("bos is on, but the tokenizer has no bos token. Turn the option off, or set its bos_token.")
     if number is None:
-        warn("The model's family expects a bos token before every text, but the tokenizer has none: none is put there.")
+        warn("The model's family expects a bos token before every text, but the tokenizer has none: none is added.")
     return number
 
 
 def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool = False) -> Iterator[Ids]:
-    """Tokenise texts, each by itself unless it is longer than :data:`PIECE`, where it is cut at a break.
+    """Tokenise texts, each alone; one that is longer than :data:`PIECE` is cut at breaks.
 
     Args:
         tokenizer: of the model.
         texts: taken one after the other, no further than needed.
-        source: what an error names.
+        source: the name in errors.
         special: let the tokenizer add its special tokens (a bos), before the first piece of a text only.
 
     Yields:
         int64 [n]: laid end to end, the ids of the texts laid end to end.
 
     Raises:
-        DataError: the tokenizer fails, or gives something else than token ids.
+        DataError: the tokenizer fails, or does not return token ids.
     """
     for group in groups(texts, len):
         if len(group[0]) > PIECE:  # and alone
@@ -88,7 +88,7 @@ def encode(tokenizer: Any, texts: Iterable[str], source: str, *, special: bool =
 
 
 def encode_first(tokenizer: Any, text: str, source: str, limit: int | None, *, special: bool = False) -> Ids:
-    """The first tokens of a text, of which no more is tokenised than they need.
+    """Return the first tokens of a text, and tokenise only as much of it as needed.
 
     Args:
         tokenizer, source, special: as for :func:`encode`.
@@ -103,34 +103,34 @@ def encode_first(tokenizer: Any, text: str, source: str, limit: int | None, *, s
     """
     length = len(text) if limit is None else (max(limit, 1) + _SPARE_TOKENS) * _CHARACTERS_A_TOKEN
     while True:
-        ids = joined(encode(tokenizer, [text[:length]], source, special=special))
-        # The last tokens of a part are others where the text goes on.
+        ids = join_ids(encode(tokenizer, [text[:length]], source, special=special))
+        # The last tokens of a part change with the text after it.
         if length >= len(text) or (limit is not None and len(ids) >= limit + _SPARE_TOKENS):
             return ids[:limit]
         length *= 2
 
 
 def encode_each(tokenizer: Any, texts: Iterable[str], source: str) -> Iterator[Ids]:
-    """Tokenise texts by themselves, without special tokens; see :func:`encode`.
+    """Tokenise each text alone, without special tokens; see :func:`encode`.
 
     Yields:
         int64 [n] for each text.
 
     Raises:
-        DataError: the tokenizer fails, or gives something else than token ids.
+        DataError: the tokenizer fails, or does not return token ids.
     """
     for group in groups(texts, len):
         if len(group[0]) > PIECE:
-            yield joined(encode(tokenizer, group, source))
+            yield join_ids(encode(tokenizer, group, source))
         else:
             yield from _rows(tokenizer, group, source, special=False)
 
 
-def joined(parts: Iterable[Ids], limit: int | None = None) -> Ids:
+def join_ids(parts: Iterable[Ids], limit: int | None = None) -> Ids:
     """Lay ids end to end while they are made, so that they are never in memory twice.
 
     Args:
-        parts: int64 [n] each; no more of them are taken than needed.
+        parts: int64 [n] each; only as many as needed are taken.
         limit: most ids; None = all.
 
     Returns:
@@ -139,21 +139,21 @@ def joined(parts: Iterable[Ids], limit: int | None = None) -> Ids:
     data = bytearray()
     for ids in parts:
         data += np.ascontiguousarray(ids).data
-        del ids  # while the next part is made, it would lie in the way of what the tokenizer frees
+        del ids  # or it would keep memory occupied that the tokenizer frees during the next part
         if limit is not None and len(data) >= limit * 8:
             break
     return np.frombuffer(data, dtype=np.int64)[:limit]
 
 
 def _return_freed_memory() -> None:
-    """Give the system what the tokenizer has freed: glibc keeps it, about 150 MB of small blocks for each piece."""
+    """Return memory that the tokenizer freed to the system: glibc keeps about 150 MB of small blocks for each piece."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def groups(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Texts (or what holds one) that a tokenizer gets in one call; a long one is alone."""
+    """Group texts (or objects with one) for one call of a tokenizer; a long one is alone."""
     group: list[T] = []
     size = 0
     for item in items:
@@ -178,9 +178,9 @@ def pieces(text: str) -> Iterator[str]:
 
 def _break(text: str, lowest: int, end: int) -> int:
     for mark, kept in _SEPARATORS:
-        found = text.rfind(mark, lowest, end)
-        if found >= 0:
-            return found + kept
+        position = text.rfind(mark, lowest, end)
+        if position >= 0:
+            return position + kept
     return end
 
 
@@ -190,7 +190,7 @@ def _rows(tokenizer: Any, texts: list[str], source: str, *, special: bool) -> li
 
 
 def call(tokenizer: Any, texts: str | list[str], source: str, **options: Any) -> Any:
-    """Call a tokenizer; what it raises is a :class:`DataError` that names ``source``."""
+    """Call a tokenizer; its errors become a :class:`DataError` that names ``source``."""
     with foreign_errors(DataError, f"The tokenizer failed on {source!r}", _OWN_TOKENIZER):
         return tokenizer(texts, verbose=False, **options)
 
@@ -205,9 +205,9 @@ def token_ids(encoded: Any, count: int, source: str) -> list[Ids]:
         rows = [np.asarray(row) for row in encoded["input_ids"]]
     bad = next((row for row in rows if not _are_ids(row)), None)
     if bad is not None or len(rows) != count:
-        given = f"for {count} texts {len(rows)} rows" if bad is None else shown(bad.ravel()[:8].tolist())
+        seen = f"for {count} texts {len(rows)} rows" if bad is None else shown(bad.ravel()[:8].tolist())
         raise DataError(
-            f"The tokenizer gave no token ids for {source!r}, but {given}; ids are whole numbers from 0. "
+            f"The tokenizer gave no token ids for {source!r}, but {seen}; ids are whole numbers from 0. "
             f"{_OWN_TOKENIZER}"
         )
     return [row.astype(np.int64, copy=False) for row in rows]
@@ -233,8 +233,8 @@ def render(
 
     Args:
         turns: (role, content) pairs.
-        source: what an error names.
-        add_generation_prompt: end with what an answer follows.
+        source: the name in errors.
+        add_generation_prompt: end with the mark before an answer.
 
     Raises:
         DataError: the template fails, gives no text, or takes more time or memory than any real one.

@@ -1,4 +1,4 @@
-"""Text files that may be missing, closed, damaged, far too large or no text at all: each ends in one clear line."""
+"""Read text files that may be missing, closed, damaged, too large or no text: each failure is one clear line."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _READ_AT_ONCE = 1 << 24
 
 
 def check_file(path: Path) -> None:
-    """Refuse what can be known to be unreadable without reading it.
+    """Refuse a file that is unreadable, without reading it.
 
     Raises:
-        DataError: it is not there, is no regular file, is too large or may not be read.
+        DataError: it does not exist, is no regular file, is too large or may not be read.
     """
-    name = _named(path)
+    name = _shown_path(path)
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def local_path(source: str) -> Path:
     try:
         return Path(source).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{_named(source)} names no home folder: {error}. Give the whole path.") from error
+        raise DataError(f"{_shown_path(source)} names no home folder: {error}. Give the whole path.") from error
 
 
 def read_text(path: Path) -> str:
@@ -65,16 +65,18 @@ def read_text(path: Path) -> str:
                 _refuse_nul(chunk, len(data), str(path))
                 data += chunk
                 if len(data) > TEXT_BYTES:
-                    raise DataError(_too_long(_named(path), "unpacks to too many bytes"))
+                    raise DataError(_too_long(_shown_path(path), "unpacks to too many bytes"))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{_named(path)} cannot be read: {_reason(error)}. Give a readable, complete file.") from error
+        raise DataError(
+            f"{_shown_path(path)} cannot be read: {_reason(error)}. Give a readable, complete file."
+        ) from error
     return _decode(data, str(path))
 
 
 def _refuse_nul(chunk: bytes, start: int, name: str) -> None:
     nul = chunk.find(b"\0")
     if nul >= 0:
-        raise DataError(f"{_named(name)} is binary: a NUL byte at offset {start + nul}. Give a UTF-8 text file.")
+        raise DataError(f"{_shown_path(name)} is binary: a NUL byte at offset {start + nul}. Give a UTF-8 text file.")
 
 
 def _decode(data: bytearray, name: str) -> str:
@@ -82,14 +84,14 @@ def _decode(data: bytearray, name: str) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{_named(name)} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. "
+            f"{_shown_path(name)} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. "
             "Convert it to UTF-8, or give a text file."
         ) from error
     return text.replace("\r\n", "\n")
 
 
-def _named(path: str | Path) -> str:
-    """A path for a message: whole, unless it is longer than anybody wants to read."""
+def _shown_path(path: str | Path) -> str:
+    """Format a path for a message: whole, unless it is very long."""
     return repr(str(path)) if len(str(path)) <= LONGEST_NAME else shown(str(path))
 
 
@@ -101,7 +103,7 @@ def _seen_from(path: Path) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The system's words without the path, which the message has already."""
+    """Return the system's words without the path, which the message has already."""
     return (getattr(error, "strerror", None) or str(error)).rstrip(".")
 
 

@@ -33,8 +33,8 @@ class HubSource:
         evaluation_split: the split that perplexities are reported on.
         field: the column with the text (ignored for instruction records).
         joiner, max_windows, instructions: see :class:`~pyprune.data.documents.Corpus`.
-        held_out: records that are kept out of "train" and are "validation", where the repository has one split only:
-            as many rows as LLM-Pruner holds out, and the same ones. 0 = the repository has splits of its own.
+        held_out: records that are "validation" and not "train", if the repository has one split only: the same rows
+            that LLM-Pruner holds out. 0 = the repository has both splits.
         cross_documents: whether a window runs on from one document into the next unless the options say otherwise.
     """
 
@@ -114,7 +114,7 @@ HUB_SOURCES: dict[str, HubSource] = {
 
 
 def check_datasets(source: str) -> None:
-    """Refuse a hub data set where the package `datasets` is missing, without importing it.
+    """Refuse a hub data set if the package `datasets` is missing, without importing it.
 
     Raises:
         MissingDependencyError: it is missing.
@@ -124,10 +124,10 @@ def check_datasets(source: str) -> None:
     except ValueError:  # something stands in for it
         missing = False
     if missing:
-        raise _missing(source)
+        raise _missing_package(source)
 
 
-def _missing(source: str) -> MissingDependencyError:
+def _missing_package(source: str) -> MissingDependencyError:
     return MissingDependencyError("datasets", "data", f"The data source {source!r}")
 
 
@@ -155,14 +155,14 @@ def read_named(name: str, split: str, field: str | None) -> Corpus:
 
 
 def _chosen(name: str, rows: Iterable[Record], entry: HubSource, split: str) -> np.ndarray[Any, Any] | None:
-    """Which rows belong to a split, bool [rows]; None = all of them."""
+    """Return the rows of a split, bool [rows]; None = all of them."""
     if not entry.held_out:
         return None
     count = len(rows) if isinstance(rows, Sized) else 0
     if count <= entry.held_out:
         raise DataError(
             f"The data set {name!r} has {count:,} records, but {entry.held_out:,} of them are held out as its "
-            "validation split; what was downloaded is not the whole set. Remove it from the cache and try again."
+            "validation split; the download is not the whole set. Remove it from the cache and try again."
         )
     chosen = np.zeros(count, dtype=np.bool_)
     chosen[np.random.default_rng(_HELD_OUT_SEED).permutation(count)[: entry.held_out]] = True
@@ -203,7 +203,7 @@ def fetch(source: str, split: str) -> None:
 
 
 def _rows_of(source: str, split: str) -> Iterable[Record]:
-    """All records of what holds a split."""
+    """Load all records of the stored split that holds a split."""
     entry = HUB_SOURCES.get(source)
     if entry is None:
         repository, _, config = source.partition(":")
@@ -224,11 +224,11 @@ def _load_rows(
     revision: str | None = None,
     data_files: Mapping[str, str] | None = None,
 ) -> Iterable[Record]:
-    """Call `datasets.load_dataset` and turn whatever it raises into one clear error."""
+    """Call `datasets.load_dataset` and turn its errors into one clear error."""
     try:
         import datasets
     except ImportError as error:
-        raise _missing(source) from error
+        raise _missing_package(source) from error
     options: dict[str, Any] = {"split": split, "revision": revision}
     if data_files is not None:
         # One shard only: the sizes recorded for the whole data set cannot match.
@@ -247,7 +247,7 @@ def _load_rows(
 def _each(
     source: str, rows: Iterable[Record], chosen: np.ndarray[Any, Any] | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """Go through a data set, which is read only now: a damaged file of it raises whatever its format does."""
+    """Yield the records of a data set, which is read only now; errors of damaged files become a DataError."""
     with foreign_errors(
         DataError, f"The data set {source!r} cannot be read", "Remove it from the cache and try again."
     ):

@@ -1,8 +1,8 @@
-"""Instruction records -> token ids with a known place where the response begins.
+"""Instruction records -> token ids, with the position of the first token of the response.
 
-The layout is Stanford Alpaca's prompt (with or without an input; the same one that LLM-Pruner recovers with), or the
-tokenizer's own chat template. The whole text is tokenised at once, as it is when generating, and a token counts as
-response when it holds at least one character of it.
+The layout is Stanford Alpaca's prompt (with or without an input; LLM-Pruner recovers with it), or the tokenizer's own
+chat template. The whole text is tokenised at once, as in generation, and a token counts as response when it holds at
+least one character of it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Example:
 
     Attributes:
         ids: int64 [n], n at most the cutoff.
-        response: position of the first token of the response; everything from there on, the end-of-sequence token
-            included, is to be predicted.
+        response: position of the first token of the response; all from there on, with the end-of-sequence token,
+            are predicted.
     """
 
     ids: Ids
@@ -35,10 +35,10 @@ class Example:
 def encode_examples(
     tokenizer: Any, corpus: Corpus, *, cutoff: int, chat_template: bool = False, bos: int | None = None
 ) -> Iterator[Example]:
-    """Tokenise every record of which something is left to predict.
+    """Tokenise every record with something left to predict.
 
-    An example is the beginning-of-sequence token (where the tokenizer uses one), prompt, response, end-of-sequence
-    token. What is longer than ``cutoff`` is cut on the right, as LLM-Pruner does; records whose prompt alone fills it,
+    An example is the beginning-of-sequence token (if the tokenizer uses one), prompt, response, end-of-sequence
+    token. A longer one than ``cutoff`` is cut on the right, as LLM-Pruner does; records whose prompt alone fills it,
     or whose response is blank, are left out.
 
     Args:
@@ -46,7 +46,7 @@ def encode_examples(
         corpus: instruction records.
         cutoff: most tokens in an example.
         chat_template: lay the records out by the tokenizer's chat template, which brings its own marks.
-        bos: id of a token that every example begins with, once; None = as the tokenizer or its template does.
+        bos: id of a token that every example begins with, once; None = that of the tokenizer or its template.
 
     Raises:
         DataError: the corpus holds no instruction records, or one of many millions of characters; the tokenizer fails
@@ -60,7 +60,7 @@ def encode_examples(
     if tokenizer.eos_token_id is None:
         raise DataError("The tokenizer has no end-of-sequence token, which ends a response; set its eos_token.")
     name = corpus.name
-    usual = () if chat_template else _beginning(tokenizer, name)
+    usual = () if chat_template else _bos_prefix(tokenizer, name)
     answered = (d for d in corpus.documents if d.turns[-1][1].strip())
     laid_out = (_chat(tokenizer, d, name) if chat_template else (d.prompt, d.text) for d in answered)
     for ids, response in _encode(tokenizer, laid_out, name):
@@ -82,15 +82,15 @@ def _chat(tokenizer: Any, document: Document, name: str) -> tuple[str, str]:
     return prompt, text
 
 
-def _beginning(tokenizer: Any, name: str) -> tuple[int, ...]:
-    """The beginning-of-sequence token, if this tokenizer puts one before a text."""
+def _bos_prefix(tokenizer: Any, name: str) -> tuple[int, ...]:
+    """Return the beginning-of-sequence token, if this tokenizer adds one before a text."""
     special = _ids(tokenizer, [""], name, special=True)[0]
     bos = tokenizer.bos_token_id
     return (bos,) if bos is not None and special[:1].tolist() == [bos] else ()
 
 
 def _encode(tokenizer: Any, laid_out: Iterable[tuple[str, str]], name: str) -> Iterator[tuple[Ids, int]]:
-    """Ids of each text, and the position of the first token that reaches beyond its prompt."""
+    """Yield the ids of each text, and the position of the first token that reaches beyond its prompt."""
     for pairs in groups(laid_out, lambda pair: len(pair[1])):
         prompts, texts = ([pair[side] for pair in pairs] for side in (0, 1))
         if len(texts[0]) > PIECE:
@@ -99,13 +99,13 @@ def _encode(tokenizer: Any, laid_out: Iterable[tuple[str, str]], name: str) -> I
                 "Shorten it."
             )
         if tokenizer.is_fast:
-            yield from _by_offsets(tokenizer, prompts, texts, name)
+            yield from _encode_by_offsets(tokenizer, prompts, texts, name)
         else:  # no character positions: count the prompt's own tokens, as Alpaca does
             ids, before = (_ids(tokenizer, rows, name) for rows in (texts, prompts))
             yield from zip(ids, map(len, before), strict=True)
 
 
-def _by_offsets(tokenizer: Any, prompts: list[str], texts: list[str], name: str) -> Iterator[tuple[Ids, int]]:
+def _encode_by_offsets(tokenizer: Any, prompts: list[str], texts: list[str], name: str) -> Iterator[tuple[Ids, int]]:
     encoded = call(tokenizer, texts, name, add_special_tokens=False, return_offsets_mapping=True)
     every = token_ids(encoded, len(texts), name)
     for prompt, ids, offsets in zip(prompts, every, encoded["offset_mapping"], strict=True):
@@ -117,7 +117,7 @@ def _ids(tokenizer: Any, texts: list[str], name: str, *, special: bool = False) 
 
 
 def _finish(ids: list[int], response: int, eos: int, cutoff: int) -> Example:
-    """End with one end-of-sequence token (a chat template may have written it, and more behind it); cut off."""
+    """End with one end-of-sequence token (a chat template may have written it, and more after it); cut off."""
     ended = next((i for i in range(len(ids) - 1, response - 1, -1) if ids[i] == eos), None)
     whole = [*ids, eos] if ended is None else ids[: ended + 1]
     return Example(np.asarray(whole[:cutoff], dtype=np.int64), response)

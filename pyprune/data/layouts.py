@@ -1,4 +1,4 @@
-"""Plain text -> documents: which layout a file has, and where one document ends and the next begins."""
+"""Plain text -> documents: recognise the layout of a file, and divide it into documents."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _WIKIPEDIA_ARTICLE = re.compile(r"<doc [^>]*>\n(.*?)</doc>", re.DOTALL)
 
 
 def parse_plain(source: str, text: str) -> Corpus:
-    """Recognise the WikiText and Penn Treebank layouts; anything else is cut at blank lines.
+    """Divide a text by the WikiText or Penn Treebank layout; any other is cut at blank lines.
 
     Joining by a blank line gives a plain file back unchanged: its evaluation stream is the file itself.
 
     Args:
-        source: what errors name.
+        source: the name in errors.
         text: the content of the file.
 
     Raises:
-        DataError: it holds more documents than memory is spent on.
+        DataError: it holds too many documents for memory.
     """
     body = text.removesuffix("\n")
     if _WIKITEXT_TITLE.match(_first_line(body)):
@@ -38,7 +38,7 @@ def parse_plain(source: str, text: str) -> Corpus:
 
 
 def _first_line(text: str) -> str:
-    """The first line that is not blank, or an empty one."""
+    """Return the first line that is not blank, or an empty one."""
     at = len(text) - len(text.lstrip())
     start, end = text.rfind("\n", 0, at) + 1, text.find("\n", at)
     return text[start : end if end >= 0 else len(text)]
@@ -48,12 +48,12 @@ def parse_packaged(source: str, file_name: str, text: str) -> Corpus:
     """Read a text that an installed package carries: by the layout of its file name, else as :func:`parse_plain`.
 
     Args:
-        source: what errors name.
+        source: the name in errors.
         file_name: without folders.
         text: the content of the file.
 
     Raises:
-        DataError: it holds more documents than memory is spent on.
+        DataError: it holds too many documents for memory.
     """
     if file_name not in _PACKAGED_LAYOUTS:
         return parse_plain(source, text)

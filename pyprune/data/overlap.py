@@ -1,4 +1,4 @@
-"""Which tokens of a text are copies of another's."""
+"""Find the tokens of a text that are copies of another's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyprune.data.stream import TokenStream
 
 Hashes = npt.NDArray[np.uint64]
 SHINGLE = 64
-"""Tokens in a row that two streams must share before the text counts as the same."""
+"""Number of tokens in a row that two streams must share to count as the same text."""
 BOILERPLATE = 4
 """A shingle found more often than this in one stream (a prompt header, a licence) identifies no passage."""
 _DISTINCT = SHINGLE // 4
@@ -37,21 +37,20 @@ class SpanSet:
         """Return all of ``stream`` (test text is evaluated from beginning to end)."""
         return cls(stream, ((0, len(stream.tokens)),))
 
-    def covered(self) -> Mask:
+    def mask(self) -> Mask:
         """Return which tokens of the stream are in use, bool [N]."""
         mask = np.zeros(len(self.stream.tokens), dtype=np.bool_)
         for start, end in self.spans:
             mask[start:end] = True
         return mask
 
-    def found_in(self, other: TokenStream) -> Mask:
+    def copies_in(self, other: TokenStream) -> Mask:
         """Return which tokens of ``other`` are copies of tokens in use here, bool [len(other.tokens)].
 
-        A token is a copy when both streams agree on at least ``SHINGLE`` tokens in a row around it, so a
-        window of any length is found again exactly, in any file. Passages repeated all over a stream are
-        left out.
+        A token is a copy when both streams agree on at least ``SHINGLE`` tokens in a row around it. So a window of any
+        length is found exactly, in any file. Passages repeated all over a stream are left out.
         """
-        covered = self.covered()
+        covered = self.mask()
         if not covered.any():
             return np.zeros(len(other.tokens), dtype=np.bool_)
         same = self.stream.sha256 == other.sha256
@@ -85,17 +84,17 @@ def _combine(mixed: Hashes, size: int) -> Hashes:
     return result * np.uint64(_BASE) + mixed[..., size - 1 :] if size % 2 else result
 
 
-def _among(hashes: Hashes, wanted: Hashes) -> Ids:
-    """Return the positions of ``hashes`` whose value occurs in ``wanted``.
+def _positions_of(hashes: Hashes, values: Hashes) -> Ids:
+    """Return the positions of ``hashes`` whose value occurs in ``values``.
 
     A hashed bit table drops nearly all others before the exact comparison, which has to sort.
     """
-    bits = min(max(int(8 * len(wanted)).bit_length(), 10), 27)
+    bits = min(max(int(8 * len(values)).bit_length(), 10), 27)
     shift = np.uint64(64 - bits)
     table = np.zeros(2**bits, dtype=np.bool_)
-    table[(wanted * np.uint64(_BASE)) >> shift] = True
+    table[(values * np.uint64(_BASE)) >> shift] = True
     likely = np.flatnonzero(table[(hashes * np.uint64(_BASE)) >> shift])
-    return likely[np.isin(hashes[likely], wanted)]
+    return likely[np.isin(hashes[likely], values)]
 
 
 def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
@@ -111,8 +110,8 @@ def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
     here, there = shingle_hashes(tokens, size), shingle_hashes(other, size)
     sums = np.concatenate(([0], np.cumsum(covered)))
     touched = sums[size:] > sums[:-size]
-    at = _among(there, here[touched])
-    where = _among(here, there[at])
+    at = _positions_of(there, here[touched])
+    where = _positions_of(here, there[at])
     order = where[np.argsort(here[where], kind="stable")]
     first = np.searchsorted(here[order], there[at], side="left")
     count = np.searchsorted(here[order], there[at], side="right") - first
@@ -130,11 +129,11 @@ def _copies(tokens: Ids, covered: Mask, other: Ids, same: bool) -> Mask:
 def _common(at: Ids, count: Ids, size: int, length: int) -> Mask:
     """Return which of the shared shingles identify no passage: those made mostly of frequent shingles.
 
-    The end of a prompt header with the first tokens of what follows is rare as a shingle, and says no more than
-    the header does; so a shingle needs some tokens that no frequent shingle covers.
+    The end of a prompt header with the first tokens after it is rare as a shingle, but identifies no more than the
+    header does; so a shingle needs tokens that no frequent shingle covers.
     """
     frequent = at[count > BOILERPLATE]
     steps = np.bincount(frequent, minlength=length + 1) - np.bincount(frequent + size, minlength=length + 1)
-    own = np.concatenate(([0], np.cumsum(np.cumsum(steps[:length]) == 0)))
-    few: Mask = own[at + size] - own[at] < min(_DISTINCT, size)
+    rare = np.concatenate(([0], np.cumsum(np.cumsum(steps[:length]) == 0)))
+    few: Mask = rare[at + size] - rare[at] < min(_DISTINCT, size)
     return few | (count > BOILERPLATE)

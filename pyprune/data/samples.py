@@ -1,4 +1,4 @@
-"""Samples that were drawn from a text: a :class:`~pyprune.data.tokens.Batch` that knows where each row comes from."""
+"""Samples drawn from a text: a :class:`~pyprune.data.tokens.Batch` with the place of each row in it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from pyprune.data.tokens import IGNORED, Batch
 class TokenSamples(Batch):
     """Windows of equal length, or whole instruction records padded to it, drawn from one stream.
 
-    Every stage takes them as they are, since they are a :class:`~pyprune.data.tokens.Batch`: windows have labels that
-    are their ids, records have :data:`IGNORED` where nothing is to be predicted. A part of them (``samples[rows]``) is
-    a plain Batch.
+    Every stage takes them, since they are a :class:`~pyprune.data.tokens.Batch`: windows have their ids as labels,
+    records have :data:`IGNORED` for tokens that are not predicted. A part of them (``samples[rows]``) is a plain Batch.
 
     Attributes:
-        spans: where each row lies in its stream, in the order of the rows.
+        spans: place of each row in its stream, in the order of the rows.
     """
 
     spans: SpanSet = field(kw_only=True)
 
     @property
     def records(self) -> bool:
-        """Whether these are whole instruction records, not windows of a text."""
+        """True for whole instruction records, not windows of a text."""
         return isinstance(self.spans.stream, ExampleStream)
 
     @property
     def as_read(self) -> Ids:
-        """The tokens as they lie in the text, without a bos token in the place of one: int64 [N, T]."""
+        """The tokens as in the text, without a bos token that replaced one: int64 [N, T]."""
         if self.records:
             return self.ids.numpy()
         return np.stack([self.spans.stream.tokens[start:end] for start, end in self.spans.spans])
 
     def beginning_with(self, bos: int) -> TokenSamples:
-        """Windows whose first token, which is never predicted, is ``bos``; records as they are."""
+        """Set the first token of windows, which is never predicted, to ``bos``; records are unchanged."""
         if self.records:
             return self
         ids = self.ids.clone()

@@ -1,11 +1,10 @@
 """Text -> samples: seeded, and disjoint between uses.
 
-A source is tokenised into one stream (documents in order, separated as its layout asks), and samples are
-windows of that stream at seeded random places (the papers draw random 2048-token windows), non-overlapping unless the
-options allow it. Regularisation, recovery and test text must not share a token; :func:`split_disjoint` draws them so,
-and :func:`assert_disjoint` checks it by content, whatever the sources are called. Of a mixture, each text gives its
-share of the samples. Instruction records may instead be drawn whole, one a row, with the prompt masked
-(:class:`~pyprune.data.stream.ExampleStream`).
+A source is tokenised into one stream: its documents in order, with the separator of its layout. Samples are windows of
+that stream at seeded random places (the papers draw random 2048-token windows). They do not overlap unless the options
+allow it. Regularisation, recovery and test text must not share a token: :func:`split_disjoint` draws them apart, and
+:func:`assert_disjoint` compares their content. Each text of a mixture gives its share of the samples. Instruction
+records may instead be drawn whole, one a row, with the prompt masked (:class:`~pyprune.data.stream.ExampleStream`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def sample_sequences(
 
     Args:
         exclude: text already in use; no drawn token is a copy of it.
-        bos: whether the model's family begins its windows with the bos token, which holds where ``config.bos`` is None.
+        bos: whether the model's family begins its windows with the bos token; it decides if ``config.bos`` is None.
 
     Raises:
         ConfigError: the options are invalid.
@@ -74,7 +73,7 @@ def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> Tok
     if config.samples * config.sequence_length > PADDED_TOKENS:
         raise DataError(
             f"{config.samples} records, padded to sequence_length {config.sequence_length}, are more than "
-            f"{PADDED_TOKENS:,} tokens, which is all that is held in memory. Lower sequence_length or samples."
+            f"{PADDED_TOKENS:,} tokens, the most that is held in memory. Lower sequence_length or samples."
         )
     chosen = _rng(config.seed).permutation(usable)[: config.samples]
     return TokenSamples.pad(stream, chosen.tolist(), config.sequence_length, mask_prompt=config.mask_prompt)
@@ -83,46 +82,46 @@ def _draw_examples(stream: ExampleStream, config: DataConfig, free: Mask) -> Tok
 def _free(stream: TokenStream, exclude: Sequence[SpanSet]) -> Mask:
     free = np.ones(len(stream.tokens), dtype=np.bool_)
     for spans in exclude:
-        free &= ~spans.found_in(stream)
+        free &= ~spans.copies_in(stream)
     return free
 
 
 def _place(stream: TokenStream, free: Mask, configs: Sequence[DataConfig]) -> list[list[Span]]:
-    """Place the windows of several sets in one stream; return for each set those of its parts, one after the other."""
+    """Place the windows of several sets in one stream; return those of each set, part after part."""
     rng = _rng(*(config.seed for config in configs))
     spans: list[list[Span]] = [[] for _ in configs]
     for number, part in enumerate(stream.parts):
         inside = _inside(free, part)
-        wanted = [Windows(c.part_samples[number], c.sequence_length, c.shared_tokens) for c in configs]
-        apart = len(configs) > 1 and any(w.shared for w in wanted)
-        # A billion samples are easily typed: what cannot fit is refused before memory is allocated for it.
-        fits = sum(w.tokens for w in wanted) <= int(inside.sum())
-        if not fits or not (_place_apart if apart else _place_together)(stream, inside, wanted, rng, spans):
-            raise DataError(_too_small(part, inside, wanted, within=len(stream.breaks) > 0))
+        sets = [Windows(c.part_samples[number], c.sequence_length, c.shared_tokens) for c in configs]
+        apart = len(configs) > 1 and any(w.shared for w in sets)
+        # A billion samples are easily typed: too many are refused before memory is allocated for them.
+        fits = sum(w.tokens for w in sets) <= int(inside.sum())
+        if not fits or not (_place_apart if apart else _place_together)(stream, inside, sets, rng, spans):
+            raise DataError(_too_small(part, inside, sets, within=len(stream.breaks) > 0))
     return spans
 
 
 def _place_together(
-    stream: TokenStream, free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
+    stream: TokenStream, free: Mask, sets: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
 ) -> bool:
     """Add the windows of each set to its ``spans``; return whether they fit."""
-    placed = place_together(free, wanted, rng, stream.breaks)
+    placed = place_together(free, sets, rng, stream.breaks)
     for mine, new in zip(spans, placed or [], strict=placed is not None):
         mine += new
     return placed is not None
 
 
 def _place_apart(
-    stream: TokenStream, free: Mask, wanted: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
+    stream: TokenStream, free: Mask, sets: Sequence[Windows], rng: np.random.Generator, spans: list[list[Span]]
 ) -> bool:
-    """As :func:`_place_together`, each set in a stretch of its own: windows that overlap would be everywhere.
+    """Place the windows of each set in a separate stretch, because overlapping windows would be everywhere.
 
-    Text that repeats itself may lie in two stretches, so what another set has taken is left out by its content.
+    Text that repeats itself may be in two stretches, so the text of other sets is left out by its content.
     """
-    for number, stretch in enumerate(divide(free, [w.tokens for w in wanted], rng)):
-        others = tuple(span for i, found in enumerate(spans) if i != number for span in found)
-        room = stretch & ~SpanSet(stream, others).found_in(stream)
-        if not _place_together(stream, room, [wanted[number]], rng, [spans[number]]):
+    for number, stretch in enumerate(divide(free, [w.tokens for w in sets], rng)):
+        others = tuple(span for i, taken in enumerate(spans) if i != number for span in taken)
+        room = stretch & ~SpanSet(stream, others).copies_in(stream)
+        if not _place_together(stream, room, [sets[number]], rng, [spans[number]]):
             return False
     return True
 
@@ -134,7 +133,7 @@ def _inside(free: Mask, part: StreamPart) -> Mask:
 
 
 def _cut(stream: TokenStream, config: DataConfig, spans: Sequence[Span]) -> TokenSamples:
-    """Cut the windows out, those of a mixture in a seeded order of their own."""
+    """Cut the windows out, those of a mixture in a seeded order."""
     if len(stream.parts) > 1:
         order = _rng(config.seed, len(stream.parts)).permutation(len(spans))
         spans = [spans[i] for i in order]
@@ -145,18 +144,18 @@ def _all_used(source: str) -> str:
     return f"All of {source!r} is used already: it is a test text, or another use draws all of it. Give another text."
 
 
-def _too_small(part: StreamPart, free: Mask, wanted: Sequence[Windows], *, within: bool) -> str:
-    samples = " and ".join(f"{w.count} samples of {w.length} tokens" for w in wanted)
+def _too_small(part: StreamPart, free: Mask, sets: Sequence[Windows], *, within: bool) -> str:
+    samples = " and ".join(f"{w.count} samples of {w.length} tokens" for w in sets)
     total, left = part.end - part.start, int(free.sum())
     if total and not left:
         return _all_used(part.source)
     taken = "" if left == total else f", of which {left} are not used by another split"
-    shared = max(w.shared for w in wanted)
+    shared = max(w.shared for w in sets)
     overlap = f"windows that share at most {shared} tokens" if shared else "non-overlapping windows"
     place = ", each inside one document" if within else ""
     advice = "" if shared else ", let the windows overlap (option overlap)"
     return (
-        f"{part.source!r} is too small: it has {total} tokens{taken}; {samples} need {sum(w.tokens for w in wanted)} "
+        f"{part.source!r} is too small: it has {total} tokens{taken}; {samples} need {sum(w.tokens for w in sets)} "
         f"tokens in unbroken, {overlap}{place}. Lower samples or sequence_length{advice}, or give more text."
     )
 
@@ -169,9 +168,9 @@ def split_disjoint(
 ) -> dict[str, TokenSamples]:
     """Draw several sample sets that share no text, even when their sources coincide.
 
-    Sets are drawn in the order of ``configs``, each as it would be drawn alone but around the ones before it,
-    so adding a later set changes no earlier one. Only where that leaves too little unbroken text for a later
-    set are the sets of one stream placed together.
+    Sets are drawn in the order of ``configs``, each as if alone but around the ones before it, so adding a later set
+    changes no earlier one. If that leaves too little unbroken text for a later set, the sets of one stream are placed
+    together.
 
     Args:
         configs: name of the use (for example "regularise", "recover") -> options.
@@ -179,7 +178,7 @@ def split_disjoint(
 
     Raises:
         ConfigError: invalid options, all of them together.
-        DataError: a source cannot be read, or is too small for the samples wanted.
+        DataError: a source cannot be read, or is too small for the samples.
     """
     _check(configs)
     first = {name: bos_id(tokenizer, config.bos, usual=bos) for name, config in configs.items()}
@@ -205,7 +204,7 @@ def _check(configs: Mapping[str, DataConfig]) -> None:
 
 
 def _key(config: DataConfig, bos: int | None) -> tuple[Any, ...]:
-    """What the stream of a set depends on."""
+    """Return the options that decide the stream of a set."""
     inside = not all(windows_cross(config, source) for source in config.sources)
     records = config.layout == "instructions"
     length = config.sequence_length if inside or records else None
@@ -245,7 +244,7 @@ def _draw_together(streams: Mapping[str, TokenStream], configs: Mapping[str, Dat
     drawn: dict[str, TokenSamples] = {}
     for names in groups.values():
         stream = streams[names[0]]
-        if isinstance(stream, ExampleStream):  # whole records waste nothing, so drawing in turn is the best there is
+        if isinstance(stream, ExampleStream):  # whole records waste nothing: drawing in turn is best
             for name in names:
                 drawn[name] = _draw(stream, configs[name], taken)
                 taken.append(drawn[name].spans)
@@ -264,12 +263,12 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
     and equal windows of any origin. Both sets must come from one tokenizer.
 
     Raises:
-        DataError: how many windows of ``b`` are in ``a``, and where the first one lies.
+        DataError: with the number of windows of ``b`` in ``a``, and the position of the first one.
     """
-    copied = a.spans.found_in(b.spans.stream)
+    copied = a.spans.copies_in(b.spans.stream)
     shared = [i for i, (start, end) in enumerate(b.spans.spans) if copied[start:end].any()]
     if not shared:
-        shared = _contained(a.as_read, b.as_read)
+        shared = _shared_rows(a.as_read, b.as_read)
     if shared:
         start, end = b.spans.spans[shared[0]]
         raise DataError(
@@ -279,7 +278,7 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
         )
 
 
-def _contained(a: Ids, b: Ids) -> list[int]:
+def _shared_rows(a: Ids, b: Ids) -> list[int]:
     """Return the rows of ``b`` that contain, or are contained in, a row of ``a``."""
     size = min(a.shape[1], b.shape[1])
     in_a, in_b = (shingle_hashes(rows, size) for rows in (a, b))

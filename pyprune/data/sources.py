@@ -1,9 +1,9 @@
-"""Where text comes from: hub data sets, local files, and text shipped inside an installed package.
+"""Sources of text: hub data sets, local files, and text shipped inside an installed package.
 
-Reading and tokenising are separate on purpose: this module finds the right reader for a name and knows nothing of
-tokens; :mod:`pyprune.data.sampling` and :mod:`pyprune.quality.perplexity` build on it. The readers:
-:mod:`~pyprune.data.hub`, :mod:`~pyprune.data.files` with the layouts of :mod:`~pyprune.data.records` and
-:mod:`~pyprune.data.layouts`, and :mod:`~pyprune.data.packages`.
+Reading and tokenising are separate on purpose: this module chooses the reader for a name and knows nothing of tokens.
+:mod:`pyprune.data.sampling` and :mod:`pyprune.quality.perplexity` build on it. The readers: :mod:`~pyprune.data.hub`,
+:mod:`~pyprune.data.files` with the layouts of :mod:`~pyprune.data.records` and :mod:`~pyprune.data.layouts`, and
+:mod:`~pyprune.data.packages`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READERS: dict[str, Callable[[str, str, str | None], Corpus]] = {
     ".csv": partial(parse_table, delimiter=","),
     ".tsv": partial(parse_table, delimiter="\t"),
 }
-"""Ending of a file with named fields -> what reads (source, text, field)."""
+"""Ending of a file with named fields -> its reader, (source, text, field) -> corpus."""
 _LOCAL_SUFFIXES = (".txt", *_READERS, ".gz")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(:[\w.-]+)?$")
 
@@ -55,7 +55,7 @@ def read_corpus(source: str, split: str = "train", field: str | None = None) -> 
         source: a name of :data:`HUB_SOURCES`, a datasets id ("org/name" or "org/name:config"), a local
             .txt, .jsonl or .csv file (optionally .gz), or "package:NAME/FILE" (text inside an installed package).
         split: of a hub data set; ignored for local files and packages.
-        field: the column or jsonl field with the text; None finds "text" or an instruction layout by itself.
+        field: the column or jsonl field with the text; None = "text" or an instruction layout.
 
     Raises:
         DataError: the source is unknown, missing, unreachable, empty, binary or malformed, or a mixture of several.
@@ -81,8 +81,8 @@ def check_source(source: str) -> None:
     Of a mixture, the sources in it are checked one by one (``DataConfig.sources``).
 
     Raises:
-        DataError: a local file (or one of a package) that is not there, is no regular file, is too large, may not be
-            read or is JSON as a whole; or a name that is no source at all, or is that of a mixture.
+        DataError: a local file (or one of a package) that does not exist, is no regular file, is too large, may not be
+            read or is JSON as a whole; or a name of no source, or of a mixture.
         MissingDependencyError: a hub data set without the package `datasets`.
     """
     if source in MIXTURES:
@@ -97,9 +97,9 @@ def check_source(source: str) -> None:
     elif source in HUB_SOURCES or _HUB_ID.fullmatch(source):
         check_datasets(source)
     else:
-        known = did_you_mean(source, [*HUB_SOURCES, *MIXTURES], "data source")
+        hint = did_you_mean(source, [*HUB_SOURCES, *MIXTURES], "data source")
         raise DataError(
-            f"{known} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
+            f"{hint} A datasets id (org/name), a local .txt/.jsonl(.gz) path or "
             f"{PACKAGE_PREFIX}NAME/FILE works as well."
         )
 
@@ -111,7 +111,7 @@ def check_sources(sources: Iterable[str]) -> None:
 
 
 def look_up(texts: Iterable[tuple[str, str]]) -> None:
-    """Refuse text that cannot be had, before any work is done for it: files are found, data sets downloaded.
+    """Look texts up before any work: check that files exist, and download data sets.
 
     Args:
         texts: (source, split) of each.
@@ -119,20 +119,20 @@ def look_up(texts: Iterable[tuple[str, str]]) -> None:
     Raises:
         DataError, MissingDependencyError: as :func:`check_source`; also a data set that cannot be loaded.
     """
-    given = list(texts)
-    check_sources(source for source, _ in given)
-    for source, split in given:
+    pairs = list(texts)
+    check_sources(source for source, _ in pairs)
+    for source, split in pairs:
         if has_splits(source):
             fetch(source, split)
 
 
 def look_up_samples(configs: Iterable[DataConfig]) -> None:
-    """:func:`look_up` what samples are drawn from."""
+    """Look up the texts that samples are drawn from; see :func:`look_up`."""
     look_up((part.source, part.split) for config in configs for part in config.parts)
 
 
 def has_splits(source: str) -> bool:
-    """Whether a source is a data set of the hub, of which a split is read, and not a file, which is read whole."""
+    """Check whether a source is a data set of the hub, with splits, and not a file, which is read whole."""
     return source in HUB_SOURCES or not (source.startswith(PACKAGE_PREFIX) or _is_local(source))
 
 
@@ -142,7 +142,7 @@ def _is_local(source: str) -> bool:
 
 
 def _ends(name: str, ending: str) -> bool:
-    """Whether a file is called so, packed or not, in any spelling."""
+    """Check whether a file name has an ending, in any case, with or without .gz."""
     return name.lower().removesuffix(".gz").endswith(ending)
 
 
@@ -171,7 +171,7 @@ def _read_packaged(source: str, field: str | None) -> Corpus:
 
 
 def _parse_records(source: str, name: str, text: str, field: str | None) -> Corpus | None:
-    """The documents of a file with named fields, by its name; None for plain text."""
+    """Return the documents of a file with named fields, by its name; None for plain text."""
     for ending, read in _READERS.items():
         if _ends(name, ending):
             return read(source, text, field)

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pyprune.config.data import DataConfig, MixturePart
 from pyprune.data.documents import Corpus, Document
-from pyprune.data.encoding import Ids, check_chat_template, encode, encode_each, joined, render
+from pyprune.data.encoding import Ids, check_chat_template, encode, encode_each, join_ids, render
 from pyprune.data.instructions import Example, encode_examples
-from pyprune.data.placement import NOWHERE
+from pyprune.data.placement import NO_BREAKS
 from pyprune.data.sources import crosses_documents, read_corpus
 from pyprune.errors import CheckpointError, DataError, shown
 from pyprune.runtime.limits import foreign_errors
@@ -33,7 +33,7 @@ class StreamPart:
 
     Attributes:
         source: as the user wrote it.
-        kind: what its samples are labelled with.
+        kind: label of its samples.
         start, end: half-open token positions.
     """
 
@@ -53,18 +53,18 @@ class TokenStream:
         sha256: of the tokens, hexadecimal, so that one text under two names is recognised.
         parts: the texts, in order; no window reaches from one into the next.
         breaks: positions that no window may cross, int64, ascending (where one document ends and the next begins, if
-            windows are to stay inside documents).
+            windows do not cross documents).
     """
 
     source: str
     tokens: Ids = field(repr=False)
     sha256: str
     parts: tuple[StreamPart, ...] = field(repr=False, kw_only=True)
-    breaks: Ids = field(repr=False, default_factory=lambda: NOWHERE, kw_only=True)
+    breaks: Ids = field(repr=False, default_factory=lambda: NO_BREAKS, kw_only=True)
 
     @classmethod
     def of(
-        cls, source: str, tokens: Ids | Tensor | Sequence[int], *, kind: str | None = None, breaks: Ids = NOWHERE
+        cls, source: str, tokens: Ids | Tensor | Sequence[int], *, kind: str | None = None, breaks: Ids = NO_BREAKS
     ) -> TokenStream:
         """Build a stream of one text from its token ids [N]; its kind is the source unless one is given."""
         ids = np.ascontiguousarray(np.asarray(tokens, dtype=np.int64).reshape(-1))
@@ -82,10 +82,10 @@ def _digest(ids: Ids) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ExampleStream(TokenStream):
-    """Instruction records laid end to end, each as it is fed (:mod:`pyprune.data.instructions`), none of them twice.
+    """Instruction records laid end to end, each in its fed form (:mod:`pyprune.data.instructions`), none of them twice.
 
     Attributes:
-        examples: (start, response, end) of each record: its tokens are ``tokens[start:end]``, those to be predicted
+        examples: (start, response, end) of each record: its tokens are ``tokens[start:end]``, the predicted ones
             ``tokens[response:end]``.
     """
 
@@ -100,7 +100,7 @@ class ExampleStream(TokenStream):
         for example in distinct.values():
             places.append((start, start + example.response, start + len(example.ids)))
             start += len(example.ids)
-        stream = TokenStream.of(source, joined(e.ids for e in distinct.values()))
+        stream = TokenStream.of(source, join_ids(e.ids for e in distinct.values()))
         return cls(source, stream.tokens, stream.sha256, parts=stream.parts, examples=tuple(places))
 
 
@@ -112,16 +112,16 @@ def token_stream(
     Documents are separated by their layout's joiner; instruction records end with the eos token, and
     chat-templated documents carry their own marks. With layout "stream" instruction records are packed: a window may
     begin inside one, and all of its tokens are predicted. Layout "instructions" gives an :class:`ExampleStream`.
-    Where windows are to stay inside documents, those that are too short for one are left out, and nothing separates the
-    others but a break.
+    If windows do not cross documents, those that are too short for one are left out, and a break alone separates the
+    others.
 
     Args:
         needed: tokens that must be available if the source has them; raises the limit ``STREAM_TOKENS``.
-        bos: id of a token that every instruction record begins with; None = as the tokenizer has it.
+        bos: id of a token that every instruction record begins with; None = the habit of the tokenizer.
 
     Raises:
-        DataError: see :func:`pyprune.data.sources.read_corpus`; a chat template is to be used and there is none
-            that works; or the tokenizer fails.
+        DataError: see :func:`pyprune.data.sources.read_corpus`; no working chat template for
+            ``chat_template``; or the tokenizer fails.
     """
     if config.layout == "instructions":
         return _example_stream(tokenizer, config, bos)
@@ -129,9 +129,9 @@ def token_stream(
     streams: list[TokenStream] = []
     for part in config.parts:
         share = part.share / total
-        wanted = round((needed or 0) * share) + (config.sequence_length if len(config.parts) > 1 else 0)
-        limit = max(round(STREAM_TOKENS * share), wanted)
-        streams.append(_text_stream(tokenizer, config, part, limit, wanted))
+        required = round((needed or 0) * share) + (config.sequence_length if len(config.parts) > 1 else 0)
+        limit = max(round(STREAM_TOKENS * share), required)
+        streams.append(_text_stream(tokenizer, config, part, limit, required))
     return streams[0] if len(streams) == 1 else _end_to_end(config.source, streams)
 
 
@@ -150,7 +150,7 @@ def _end_to_end(source: str, streams: Sequence[TokenStream]) -> TokenStream:
 def _text_stream(
     tokenizer: PreTrainedTokenizerBase, config: DataConfig, part: MixturePart, limit: int, needed: int
 ) -> TokenStream:
-    """One text as it is cut into windows: at most ``limit`` tokens, with windows of ``needed`` if it has them."""
+    """Tokenise one text for windows: at most ``limit`` tokens, with windows of ``needed`` if it has them."""
     corpus = read_corpus(part.source, part.split, part.field)
     if config.chat_template:
         check_chat_template(tokenizer, corpus.name)
@@ -160,17 +160,17 @@ def _text_stream(
     crosses = windows_cross(config, part.source)
     texts = _layout(tokenizer, corpus, documents, config.chat_template, corpus.joiner if crosses else "")
     if crosses:
-        return TokenStream.of(part.source, joined(encode(tokenizer, texts, part.source), limit), kind=part.label)
+        return TokenStream.of(part.source, join_ids(encode(tokenizer, texts, part.source), limit), kind=part.label)
     breaks: list[int] = []
     each = encode_each(tokenizer, texts, part.source)
-    ids = joined(_long_enough(each, config.sequence_length, limit, needed, breaks))
+    ids = join_ids(_long_enough(each, config.sequence_length, limit, needed, breaks))
     return TokenStream.of(part.source, ids, kind=part.label, breaks=np.array(breaks, dtype=np.int64))
 
 
 def corpus_stream(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> TokenStream:
-    """All of a text as calibration reads it whose windows cross documents, in one row."""
+    """Tokenise a whole text in one row, as for calibration with windows that cross documents."""
     texts = _layout(tokenizer, corpus, corpus.documents, False, corpus.joiner)
-    return TokenStream.of(corpus.name, joined(encode(tokenizer, texts, corpus.name)))
+    return TokenStream.of(corpus.name, join_ids(encode(tokenizer, texts, corpus.name)))
 
 
 def windows_cross(config: DataConfig, source: str) -> bool:
@@ -179,9 +179,9 @@ def windows_cross(config: DataConfig, source: str) -> bool:
 
 
 def _long_enough(documents: Iterable[Ids], length: int, limit: int, needed: int, breaks: list[int]) -> Iterator[Ids]:
-    """The documents that hold a whole window, until ``limit`` tokens were read and windows of ``needed`` are there.
+    """Yield documents that hold a whole window, until ``limit`` tokens are read and windows of ``needed`` are there.
 
-    Where each of them begins is added to ``breaks``.
+    The start of each is added to ``breaks``.
     """
     read = kept = room = 0
     for ids in documents:
@@ -229,7 +229,7 @@ def _example_stream(tokenizer: PreTrainedTokenizerBase, config: DataConfig, bos:
 
 
 def position_limit(model_config: Any) -> float | None:
-    """The most positions that a model has; None where its configuration names no limit.
+    """Return the most positions that a model has; None if its configuration names no limit.
 
     Args:
         model_config: a Transformers config (a text sub-config is looked into).

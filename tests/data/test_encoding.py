@@ -14,7 +14,7 @@ import pytest
 
 from pyprune.config.data import DataConfig
 from pyprune.data import encoding, instructions
-from pyprune.data.encoding import Ids, encode, encode_each, encode_first, joined, pieces, render
+from pyprune.data.encoding import Ids, encode, encode_each, encode_first, join_ids, pieces, render
 from pyprune.data.sampling import sample_sequences
 from pyprune.data.stream import token_stream
 from pyprune.errors import DataError
@@ -125,17 +125,17 @@ def test_ids_are_laid_end_to_end_without_a_second_copy() -> None:
     parts = 64
     tracemalloc.start()
     try:
-        ids = joined(np.full(100_000, n, dtype=np.int64) for n in range(parts))
+        ids = join_ids(np.full(100_000, n, dtype=np.int64) for n in range(parts))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert np.array_equal(ids, np.repeat(np.arange(parts), 100_000))
     assert peak < 1.3 * ids.nbytes
-    assert joined(freed_parts(3)).tolist() == [0, 0, 1, 1, 2, 2]
+    assert join_ids(freed_parts(3)).tolist() == [0, 0, 1, 1, 2, 2]
     made: list[int] = []
-    few = joined((made.append(n) or np.array([n, n]) for n in range(9)), limit=3)  # type: ignore[func-returns-value]
+    few = join_ids((made.append(n) or np.array([n, n]) for n in range(9)), limit=3)  # type: ignore[func-returns-value]
     assert (few.tolist(), made) == ([0, 0, 1], [0, 1])
-    assert joined([]).tolist() == []
+    assert join_ids([]).tolist() == []
 
 
 def test_a_record_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_a_long_document_gets_memory_and_time_in_proportion(monkeypatch: pytest.
 @pytest.mark.parametrize("limit", [1, 700, 5000, None])
 def test_the_first_tokens_are_those_of_the_whole_text(made: Callable[[], Any], text: str, limit: int | None) -> None:
     tokenizer = made()
-    whole = joined(encode(tokenizer, [text], "text", special=True))
+    whole = join_ids(encode(tokenizer, [text], "text", special=True))
     assert (encode_first(tokenizer, text, "text", limit, special=True) == whole[:limit]).all()
 
 

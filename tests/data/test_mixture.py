@@ -196,7 +196,7 @@ def test_the_demo_splits_every_text_of_a_mixture(tmp_path: Path) -> None:
     assert Counter(drawn.kinds) == {"prose": 10, "code": 10}
     for text in tests.values():
         assert len(text.token_ids) > 1000
-        assert not drawn.spans.found_in(text.spans.stream).any()
+        assert not drawn.spans.copies_in(text.spans.stream).any()
 
 
 def test_passages_keep_neighbours_together(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_same_passage_inside_another_file_is_avoided_and_found_to_the_token(
     other = drawn["recover"].spans.stream
     passage = TOKENIZER.decode(one.ids[0])
     at = TOKENIZER.decode(other.tokens.tolist()).index(passage)
-    assert np.flatnonzero(one.spans.found_in(other)).tolist() == list(range(at, at + 40))
+    assert np.flatnonzero(one.spans.copies_in(other)).tolist() == list(range(at, at + 40))
     assert_disjoint(one, TokenSamples.cut(other, [(at - 40, at), (at + 40, at + 80)]))
     with pytest.raises(DataError, match="1 of 1 windows"):
         assert_disjoint(one, TokenSamples.cut(other, [(at + 39, at + 79)]))

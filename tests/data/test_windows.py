@@ -57,7 +57,7 @@ def test_different_uses_never_share_a_token(overlaps: tuple[float, float], words
     }
     drawn = split_disjoint(TOKENIZER, wanted)
     assert [len(samples) for samples in drawn.values()] == counts
-    a, b = (samples.spans.covered() for samples in drawn.values())
+    a, b = (samples.spans.mask() for samples in drawn.values())
     assert not (a & b).any()
     assert_disjoint(drawn["regularise"], drawn["recover"])
     for samples, overlap in zip(drawn.values(), overlaps, strict=True):
