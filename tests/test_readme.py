@@ -1,4 +1,4 @@
-"""What the README claims is run: its Python example, its commands, its support matrix."""
+"""What the documentation claims is run: README's example and commands, and the support matrix."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests._support.paths import REPO
 from tests._support.tokenizer import tiny_tokenizer
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
+FAMILIES = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
 CONTRIBUTING = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SMALL = {
     "LLaMA 1/2/3, SmolLM2": "llama",
@@ -103,7 +104,7 @@ def cuts(plan: PrunePlan) -> dict[str, PrunePlan]:
 
 
 def matrix() -> dict[str, dict[str, str]]:
-    lines = README[README.index("| family |") :].split("\n\n")[0].splitlines()
+    lines = FAMILIES[FAMILIES.index("| family |") :].split("\n\n")[0].splitlines()
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
 
@@ -164,7 +165,7 @@ def _command(found: Any, words: list[str]) -> Any:
 
 def test_the_table_of_methods_is_made_from_them() -> None:
     """`pyprune methods --markdown` prints it."""
-    assert markdown_table(methods_table(installed=False)) in README
+    assert markdown_table(methods_table(installed=False)) in (REPO / "docs" / "methods.md").read_text(encoding="utf-8")
 
 
 def test_every_method_is_in_the_page_of_methods() -> None:
@@ -189,7 +190,8 @@ def test_the_tree_in_the_architecture_is_the_tree() -> None:
 
 def test_the_floors_in_the_architecture_are_the_linters() -> None:
     text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [\w ]+ \| (`.*`) \|$", text, flags=re.MULTILINE)
+    floors = text[text.index("## The floors") :]
+    rows = re.findall(r"^\| [\w ]+ \| (`.*`) \|$", floors, flags=re.MULTILINE)
     shown = [{f"pyprune.{name}" for name in re.findall(r"`(\w+)`", row)} for row in rows]
     options = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (layers,) = [contract["layers"] for contract in options["contracts"] if contract["type"] == "layers"]
