@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "slicing: parts of a fused projection overlap",
         "pyprune/families/base.py",
-        "found += [start + i for i in",
-        "found += [i for i in",
+        "positions += [start + i for i in",
+        "positions += [i for i in",
         "families",
     ),
     Fault(
@@ -62,14 +62,14 @@ FAULTS = (
     ),
     Fault(
         "norm: weight is not rescaled after the hidden cut",
-        "pyprune/cut/compact.py",
+        "pyprune/families/scale.py",
         "return 1.0 if row.is_bias else 1 / s",
         "return 1.0",
         "families",
     ),
     Fault(
         "norm over heads: projection is not rescaled",
-        "pyprune/cut/compact.py",
+        "pyprune/families/scale.py",
         'return t if row.width_norm == "input" else 1 / t',
         "return 1.0",
         "families",
@@ -91,8 +91,8 @@ FAULTS = (
     Fault(
         "bias compensation: wrong sign",
         "pyprune/cut/compensate.py",
-        "module.bias.copy_(module.bias.double() + lost)",
-        "module.bias.copy_(module.bias.double() - lost)",
+        "module.bias.copy_(module.bias.double() + output)",
+        "module.bias.copy_(module.bias.double() - output)",
         "cut",
     ),
     Fault(
@@ -170,7 +170,7 @@ FAULTS = (
         "pyprune/fit/search.py",
         "return state.budget.broken(attempt.amounts, state.dense | attempt.dense, self.options.slack)",
         "return ()",
-        "fitting/test_fit.py",
+        "fit/test_fit.py",
     ),
     Fault(
         "vLLM: every layer has the sizes of the first",
