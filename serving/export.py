@@ -92,7 +92,7 @@ def export(
     from pyprune.checkpoint.save import save_checkpoint
     from pyprune.families import count_parameters
     from pyprune.runtime.device import DTYPES
-    from pyprune.runtime.files import check_output, claimed
+    from pyprune.runtime.files import check_output, claim_work_folder
     from pyprune.serving.quantise import SCHEMES, choose_quantisation
 
     check_output(out, overwrite=overwrite, reads=[source] if isinstance(source, str | Path) else [])
@@ -102,7 +102,7 @@ def export(
         raise ConfigError(did_you_mean(dtype, DTYPES, "dtype"))
     if quantise is not None and quantise not in SCHEMES:
         raise ConfigError(did_you_mean(quantise, SCHEMES, "quantisation"))
-    with claimed(out):
+    with claim_work_folder(out):
         facts = dict(provenance or {})
         if isinstance(source, str | Path):
             model, tokenizer, plan, facts = _load(ModelSource.of(source, gguf_file=gguf_file), facts, quantise or dtype)

@@ -200,10 +200,10 @@ class Demo:
         """Greedy continuation of :data:`PROMPT`."""
         import torch
 
-        from pyprune.runtime.modes import evaluating
+        from pyprune.runtime.modes import evaluation_mode
 
         ids: Tensor = self.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
-        with evaluating(model), torch.inference_mode():
+        with evaluation_mode(model), torch.inference_mode():
             out = model.generate(  # type: ignore[operator]
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

@@ -82,7 +82,7 @@ def measure(steps: int) -> dict[str, Any]:
     objective = _Timed()
 
     def work() -> None:
-        with processes.dividing():
+        with processes.divide_training():
             train(model, samples, config, objective)
 
     # The profiler does not see the whole weights go, which were there before it; at the peak of parts they are gone.
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.paper:
             print(paper_table())
         elif options.child:
-            with processes.joined("recover", may_divide=True):
+            with processes.join_processes("recover", may_divide=True):
                 print(json.dumps(measure(options.steps)))
         else:
             about = conditions(torch.device("cpu"))

@@ -20,7 +20,7 @@ import typer
 
 from pyprune.errors import ConfigError, PypruneError, TrainingError, shown
 from pyprune.runtime.interrupts import interruptible
-from pyprune.runtime.processes import first, joined
+from pyprune.runtime.processes import first, join_processes
 from pyprune.runtime.progress import bars_as_lines, end_bars, printable, say
 
 ERROR_CODE = 2
@@ -51,7 +51,7 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
                 bars_as_lines()
                 _check_json_file(kwargs)
                 _check_revisions(kwargs)
-                with joined(command.__name__, may_divide=command.__name__ in DIVIDED):
+                with join_processes(command.__name__, may_divide=command.__name__ in DIVIDED):
                     command(*args, **kwargs)
             except (typer.Exit, typer.BadParameter):
                 raise

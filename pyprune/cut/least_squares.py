@@ -43,7 +43,7 @@ class NormalEquations:
     @property
     def nbytes(self) -> int:
         """Bytes held during a solution: the sums, those of all processes, the factor, and its matrix or both sides."""
-        sums = (2 if processes.divided() else 1) * sum(tensor.nbytes for tensor in self.tensors)
+        sums = (2 if processes.is_divided() else 1) * sum(tensor.nbytes for tensor in self.tensors)
         return sums + self.gram.nbytes + max(self.gram.nbytes, 2 * self.moment.nbytes)
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
@@ -72,7 +72,7 @@ class NormalEquations:
 
     def _over_processes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of all processes that share the tokens."""
-        if not processes.divided():
+        if not processes.is_divided():
             return self.tensors
         if self._sums is None:
             gram, moment, squares = (processes.summed_(tensor.clone()) for tensor in self.tensors)
@@ -105,4 +105,4 @@ class NormalEquations:
             solution = torch.cholesky_solve(right_side, factor)
         solved = solution is not None and bool(torch.isfinite(solution).all())
         # A solution that fails in one process fails in all, so that all try the same ones.
-        return solution if processes.agreed(solved) else None
+        return solution if processes.all_agree(solved) else None

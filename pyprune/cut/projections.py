@@ -100,7 +100,7 @@ class Tally:
         Args:
             kinds: of the sequences of all processes, in an order that is theirs too.
         """
-        if not processes.divided():
+        if not processes.is_divided():
             return self
         mine = [[sums.get(kind, 0.0) for kind in kinds] for sums in (self.error, self.size)]
         error, size = processes.summed_(torch.tensor(mine, dtype=torch.float64)).tolist()

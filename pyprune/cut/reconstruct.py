@@ -322,7 +322,7 @@ def _chunks(
         raise DataError(f"kinds has {len(labels)} labels for {count} samples; give one for each, or None.")
     size = batch_size or micro_batch_for(max(1, count), max(1, samples.ids.shape[-1]), FORWARD_TOKENS)
     batches = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
-    while batch_size is None and size > 1 and processes.divided() and len(batches) < processes.count():
+    while batch_size is None and size > 1 and processes.is_divided() and len(batches) < processes.count():
         size = -(-size // 2)  # or some processes would have nothing to do
         batches = list(chunks_of(samples.inputs, samples.real, labels, held_back, size))
     judging = sorted({kind for _, _, kind, judges in batches if judges})
@@ -341,7 +341,7 @@ def _chunks(
 
 def _share(chunks: list[T]) -> list[T]:
     """Return the chunks of this process, if several share the text."""
-    if not processes.divided():
+    if not processes.is_divided():
         return chunks
     if len(chunks) < processes.count():
         raise DataError(

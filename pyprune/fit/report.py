@@ -10,7 +10,7 @@ from pyprune.fit.attempts import Attempt, mean_loss
 from pyprune.fit.limits import Limit
 from pyprune.fit.quantities import Quantity
 from pyprune.fit.search import Fitted
-from pyprune.runtime.report import Cell, PointChart, Report, Table, undominated
+from pyprune.runtime.report import Cell, PointChart, Report, Table, pareto_front
 from pyprune.serving.speed.table import conditions as conditions_of
 from pyprune.serving.speed.table import speed_table
 
@@ -101,7 +101,7 @@ def pareto(points: Sequence[Fitted]) -> list[Fitted]:
     quantities, dense = _quantities(points), _dense_of(points)
     found = {number: _beside(dense, point) for number, point in enumerate(points)}
     figures = {n: (points[n].winner.loss, *(own[quantity] for quantity in quantities)) for n, own in found.items()}
-    return [points[number] for number in undominated(figures)]
+    return [points[number] for number in pareto_front(figures)]
 
 
 def _dense_of(points: Sequence[Fitted]) -> dict[Quantity, float]:
@@ -178,7 +178,7 @@ def _chart(
         f"{heading(quantity)}, less is better",
         "perplexity before training, lower is better",
         {name: (amount / scale, perplexity) for name, (amount, perplexity) in every.items()},
-        front=undominated(places),
+        front=pareto_front(places),
         reference="dense",
     )
 

@@ -41,7 +41,7 @@ from pyprune.fit.trials import measure_losses, score_units
 from pyprune.fit.values import search_of
 from pyprune.plan import PrunePlan
 from pyprune.run.result import PruneResult
-from pyprune.runtime.device import empty_cache, parked
+from pyprune.runtime.device import empty_cache, park
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import RecordFile, digest
 from pyprune.serving.engines import EngineError
@@ -500,7 +500,7 @@ class Fitting:
         known = records.of("times").get(key) if self.continued else None
         if known is None:
             plans = {DENSE: self.identity, CANDIDATE: attempt.plan}
-            with parked(self.model, self.model.device):
+            with park(self.model, self.model.device):
                 found = time_plans(profile, self.model.config, plans, quantities, self.options.repeats, self.tokenizer)
             seconds = {name: {str(q): own[q] for q in quantities} for name, own in found.items()}
             known = records.add({"kind": "times", "key": key, "seconds": seconds})

@@ -16,7 +16,7 @@ from pyprune.families import Family, all_families, resolve
 from pyprune.families.base import BLOCKS
 from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, layer_view
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluation_mode
 
 _CACHE_TOKENS = 8
 _CACHE_ERROR = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 1e-3})
@@ -53,7 +53,7 @@ class PrunedModelMixin:
         model = cast(Any, self)
         skipped = [module.layer_idx for module in model.modules() if isinstance(module, SkippedAttention)]
         if skipped:
-            with evaluating(model), torch.no_grad():
+            with evaluation_mode(model), torch.no_grad():
                 error = self._cache_error()
             if not error < _CACHE_ERROR[model.dtype]:
                 raise UnsupportedModelError(

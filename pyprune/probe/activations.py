@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import DataError
 from pyprune.probe.streams import LayerRunner
-from pyprune.runtime.modes import evaluating, frozen
+from pyprune.runtime.modes import evaluation_mode, frozen
 from pyprune.runtime.progress import track
 
 
@@ -139,5 +139,5 @@ def _moments_hook(moments: Moments) -> Callable[..., None]:
 @contextmanager
 def frozen_eval(model: PreTrainedModel) -> Iterator[None]:
     """Switch dropout and the graph of the model's own parameters off meanwhile."""
-    with frozen(model), evaluating(model):
+    with frozen(model), evaluation_mode(model):
         yield

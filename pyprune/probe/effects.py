@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pyprune.families import family_for, named_axes
 from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluation_mode
 
 UNCHANGED_SHARE = 0.05
 """A regulariser that closed less of the gap (of 1 - cosine, or of |W|) than this has had no effect."""
@@ -130,7 +130,7 @@ def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSn
 
     hooks = LayerHooks(layers, range(len(layers)), measure)
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             model(input_ids=probe.clamp(min=0).to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         hooks.remove()

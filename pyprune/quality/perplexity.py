@@ -22,7 +22,7 @@ from pyprune.data.stream import TokenStream, check_token_ids, corpus_stream, pos
 from pyprune.errors import ConfigError, DataError, PypruneError, did_you_mean, shown
 from pyprune.families import begins_with_bos
 from pyprune.runtime.intervals import half_width
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluation_mode
 from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
 
@@ -211,7 +211,7 @@ def perplexity(
     windows = cut_windows(token_ids, size, max_tokens, max_windows, source, bos)
     _check_model(model, windows, size)
     losses: list[Tensor] = []
-    with evaluating(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch in track(
             windows.split(min(step, len(windows))), f"Perplexity ({protocol})", total=-(-len(windows) // step)
         ):

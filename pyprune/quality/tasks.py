@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from pyprune.errors import ConfigError, DataError, MissingDependencyError, shown
 from pyprune.families import begins_with_bos
 from pyprune.runtime.limits import foreign_errors
-from pyprune.runtime.modes import evaluating
+from pyprune.runtime.modes import evaluation_mode
 from pyprune.runtime.progress import quiet
 
 _UNKNOWN_SHOWN = 5
@@ -55,7 +55,7 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    with evaluating(model), quiet("lm_eval"), _task_errors(model, tasks):
+    with evaluation_mode(model), quiet("lm_eval"), _task_errors(model, tasks):
         first = True if bos is None and begins_with_bos(getattr(model, "config", None)) else bos
         wrapped = HFLM(
             pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, add_bos_token=first

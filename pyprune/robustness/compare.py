@@ -52,7 +52,7 @@ from pyprune.quality.perplexity import EvaluationText, evaluate_perplexity, eval
 from pyprune.robustness.options import READ_OPTIONS, RobustnessConfig
 from pyprune.robustness.perturbations import DENSE, VariantReport, set_variant_
 from pyprune.robustness.result import TITLE, RobustnessResult, RobustnessRow, ScoringFacts
-from pyprune.runtime.disk import in_place
+from pyprune.runtime.disk import is_written_in_place
 from pyprune.runtime.files import check_file, write_text
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
@@ -101,7 +101,7 @@ def check_rows_file(out: Path) -> None:
             written; or that file exists and holds something else.
     """
     check_file(out)
-    if in_place(out):
+    if is_written_in_place(out):
         raise OutputError(f"{out} is no regular file, so the tables have no place beside it; give --out another name.")
     tables = out.with_suffix(".md")
     if out == tables:

@@ -194,7 +194,7 @@ def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> D
 def _capacity(device: torch.device) -> int:
     """Return the bytes that each process of this run may use on its device."""
     # Processes on one machine share its memory; GPUs are not shared.
-    sharing = processes.on_this_machine() if device.type == "cpu" else 1
+    sharing = processes.local_count() if device.type == "cpu" else 1
     return processes.least(device_memory(device) // sharing)  # machines and cards may differ
 
 

@@ -69,7 +69,7 @@ def reconstruct_checkpoint(
         for note in one_kind_warnings(work.samples, "data.source"):
             say(note)
         walked, device = _dense_layers(reference, config), resolve_device(config.device)
-        with processes.dividing(Division(device, "files")):
+        with processes.divide_training(Division(device, "files")):
             report = reconstruct_compacted_(
                 work.model,
                 work.plan,

@@ -103,7 +103,7 @@ def _recover(
                 shutil.rmtree(work.adapter, ignore_errors=True)  # of a run that was interrupted while it wrote
         say_warnings(work.warnings)
         loaded = None if dense is None else load_teacher(dense, config, device=place, dtype=teacher_dtype(config))
-        with processes.dividing(Division(resolve_device(config.device), "files")):
+        with processes.divide_training(Division(resolve_device(config.device), "files")):
             report = recover(
                 work.model,
                 work.samples,

@@ -27,7 +27,7 @@ from pyprune.plan import PrunePlan
 from pyprune.runtime import processes
 from pyprune.runtime.device import bfloat16_as, bfloat16_is_faster, resolve_device
 from pyprune.runtime.disk import disk_errors
-from pyprune.runtime.files import MARK, claimed, read_json, seal, unseal, work_folder, write_text, written_at
+from pyprune.runtime.files import MARK, claim_work_folder, read_json, seal, unseal, work_folder, write_text, written_at
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
 from pyprune.train.state import is_step
@@ -174,7 +174,7 @@ def run_folder(
         with _shared_folder(out, resume=resume) as work:
             yield work
         return
-    with claimed(out) as path:
+    with claim_work_folder(out) as path:
         work = RunFolder(path, resume)
         facts = {**source, "config": config.to_dict()}
         if resume:

@@ -32,7 +32,7 @@ from pyprune.run.result import PruneResult
 from pyprune.run.resume import RunFolder
 from pyprune.run.text import RunText, one_kind_warnings, say_warnings, shapes_the_result
 from pyprune.runtime import processes
-from pyprune.runtime.processes import Division, dividing, from_first
+from pyprune.runtime.processes import Division, divide_training, from_first
 from pyprune.runtime.progress import say
 from pyprune.train.distill import check_pair
 from pyprune.train.lora import check_rank, target_names
@@ -101,7 +101,7 @@ class Stages:
 
     def _dividing_the_cut(self) -> AbstractContextManager[None]:
         """Enclose the work of all processes on the weights that each of them has."""
-        return nullcontext() if self.division.on_host else dividing()
+        return nullcontext() if self.division.on_host else divide_training()
 
     def _new_decision(self) -> PlanDecision | None:
         """Return the decision of this process; None where the first one decides."""
@@ -124,7 +124,7 @@ class Stages:
         model = self.model if stored is None else stored.model()  # without weights, as a method that streams expects
         # Where every process decides for itself the first one's counts: states of the others would be in its way.
         run = replace(self._run("decide") if together or processes.first() else RunOptions(), stored=self.stored)
-        with dividing(self.division) if together else self._alone():
+        with divide_training(self.division) if together else self._alone():
             decision = method.decide(model, self.text.data.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
 
@@ -231,7 +231,7 @@ class Stages:
         return self.result
 
     def _act(self, action: StageAction, samples: Batch, name: str) -> None:
-        with dividing(self.division):
+        with divide_training(self.division):
             self._train(action, samples, name)
 
     def _train(self, action: StageAction, samples: Batch, name: str) -> None:

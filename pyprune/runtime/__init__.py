@@ -1,1 +1,1 @@
-"""What every stage runs on: files, devices, progress, interruptions, bounds."""
+"""The ground of every stage: files, devices, progress, interruptions, bounds."""

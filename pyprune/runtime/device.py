@@ -1,4 +1,4 @@
-"""Devices and dtypes: what this machine computes in, and how well."""
+"""Devices and dtypes of this machine, and the speed of their products."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from pyprune.errors import (
-    ConfigError,
-)
+from pyprune.errors import ConfigError
 from pyprune.runtime import processes
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.progress import warn
@@ -23,7 +21,7 @@ INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""Dtype -> what x86 and Arm have for its products, as torch.cpu.get_capabilities names it."""
+"""Dtype -> instructions of x86 and Arm for its products, by the names of torch.cpu.get_capabilities."""
 SLOWER = {"bfloat16": "6 to 14 times", "float16": "4 to 17 times"}
 """Measured of a linear layer and its weight's gradient (512 x 2,048 by 2,048 x 4,096, AVX2, one thread, torch 2.13).
 
@@ -37,7 +35,7 @@ GPU_MARGIN = 0.03
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of this name; "auto" is CUDA when there is one.
+    """Return the device of this name; "auto" is CUDA if there is one.
 
     Raises:
         ConfigError: no such device name, or this machine has none.
@@ -59,10 +57,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory that a run may still take on a device: of a CPU :func:`pyprune.runtime.host.available_memory`.
+    """Return the bytes that a run may still take on a device: of a CPU :func:`pyprune.runtime.host.available_memory`.
 
-    Of a GPU it is what is free, so that what other processes and this process's CUDA context hold is not in it, and
-    what this process's allocator has reserved and does not use; less :data:`GPU_MARGIN`.
+    Of a GPU it is the free memory, without that of other processes and of this process's CUDA context, plus the unused
+    reserve of this process's allocator, less :data:`GPU_MARGIN`.
     """
     if device.type != "cuda":
         return available_memory()
@@ -72,18 +70,18 @@ def device_memory(device: torch.device) -> int:
 
 
 def empty_cache() -> None:
-    """Give the memory of GPUs back that this process's allocator keeps and does not use."""
+    """Return the unused memory of this process's allocator to the GPUs."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 @contextmanager
-def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Hold a model in the host's memory while something else needs its accelerator; nothing moves on a CPU.
+def park(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Hold a model in the host's memory while other work needs its accelerator; does nothing on a CPU.
 
     Args:
-        model: comes back to ``device``.
-        device: that it is on.
+        model: returned to ``device`` afterwards.
+        device: of the model.
     """
     if device.type == "cpu":
         yield
@@ -97,12 +95,12 @@ def parked(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def computes_bfloat16(device: torch.device) -> bool:
-    """Whether a device has bfloat16 arithmetic; see :func:`has_products`."""
+    """Check whether a device has bfloat16 arithmetic; see :func:`has_products`."""
     return has_products(torch.bfloat16, device)
 
 
 def has_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has instructions for products in a dtype; True where torch cannot tell (older releases).
+    """Check whether a device has instructions for products in a dtype; True if torch cannot tell (older releases).
 
     A CPU without them is :data:`SLOWER` times slower than in float32. One whose instructions are masked
     (``ONEDNN_MAX_CPU_ISA``) counts as one without.
@@ -115,7 +113,7 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _masked(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, which makes these products, must not use the instructions that an x86 CPU has."""
+    """Check whether oneDNN, which computes these products, must not use instructions that an x86 CPU has."""
     if platform.machine() not in X86 or not torch.backends.mkldnn.is_available():
         return False
     ask = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}[dtype]
@@ -124,7 +122,7 @@ def _masked(dtype: torch.dtype) -> bool:
 
 @cache
 def int8_products_saturate() -> bool:
-    """Whether this CPU gets products of int8 matrices wrong, of which it is asked one whose sums are the largest.
+    """Check whether this CPU gets products of int8 matrices wrong, by one product with the largest sums.
 
     Without VNNI instructions (AVX2 alone, or masked), oneDNN adds pairs of products in 16 bits, which hold 32,767.
     """
@@ -133,11 +131,11 @@ def int8_products_saturate() -> bool:
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
-    """Whether a device multiplies matrices faster in bfloat16 than in float32; the same in all processes.
+    """Check whether a device multiplies matrices faster in bfloat16 than in float32; the same in all processes.
 
     Having the instructions is not enough: an Intel Xeon with AVX512-BF16 whose AMX is hidden by its virtual machine
-    takes 1.9 times as long in bfloat16 (torch 2.13, oneDNN). So a CPU that has them is asked, once, with two products.
-    In a run that goes on (:func:`bfloat16_as`) it is what was found when it began.
+    takes 1.9 times as long in bfloat16 (torch 2.13, oneDNN). So a CPU that has them is timed, once, with two products.
+    A resumed run (:func:`bfloat16_as`) keeps the result of its beginning.
     """
     if _kept is not None:
         return _kept
@@ -147,18 +145,18 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
 
 _kept: bool | None = None
-"""What an interrupted run had found, which goes on here; None = this machine is asked."""
+"""The result of a resumed run; None = this machine is timed."""
 
 
 @contextmanager
-def bfloat16_as(found: bool | None) -> Iterator[None]:
-    """Let a run go on in the arithmetic in which it began, whatever is faster here.
+def bfloat16_as(faster: bool | None) -> Iterator[None]:
+    """Continue a run in the arithmetic in which it began, even if the other is faster here.
 
     Args:
-        found: what :func:`bfloat16_is_faster` gave then; None = nothing is known of it.
+        faster: the result of :func:`bfloat16_is_faster` then; None = unknown.
     """
     global _kept
-    before, _kept = _kept, found
+    before, _kept = _kept, faster
     try:
         yield
     finally:
@@ -166,11 +164,11 @@ def bfloat16_as(found: bool | None) -> Iterator[None]:
 
 
 _agreed: bool | None = None
-"""What all processes of a run take for true of their CPUs; None = whoever asks asks with all others."""
+"""The result that all processes of a run share; None = each call exchanges it among all."""
 
 
 def agree_on_bfloat16() -> None:
-    """Let all processes take what the first finds of its CPU, so that some of them may ask without the others."""
+    """Share the first process's result among all, so that single processes may call without the others."""
     global _agreed
     _agreed = processes.from_first(_cpu_is_faster())
 
@@ -190,26 +188,26 @@ def _cpu_is_faster_in_bfloat16() -> bool:
         product()
         return time.perf_counter() - begin
 
-    # In turns, and the shortest of each: a moment in which the machine does something else counts for neither. The
-    # first turn, in which oneDNN makes its kernels, is never the shortest.
+    # In turns, and the shortest of each, so that other work of the machine does not count. The first turn, in which
+    # oneDNN makes its kernels, is never the shortest.
     pairs = [(seconds(lambda: inputs @ weights), seconds(lambda: halves[0] @ halves[1])) for _ in range(turns)]
     single, half = (min(times) for times in zip(*pairs, strict=True))
     return bool(half < single)
 
 
 def working_dtype(dtype: Dtype, device: torch.device) -> Dtype | Literal["float32", "bfloat16"]:
-    """The dtype to compute in: auto is bfloat16 where the device is faster in it, else float32; others stay."""
+    """Return the dtype to compute in: auto is bfloat16 if the device is faster in it, else float32; others are kept."""
     if dtype != "auto":
         return dtype
     return "bfloat16" if bfloat16_is_faster(device) else "float32"
 
 
 def slow_dtype_warning(dtype: str, device: torch.device) -> str | None:
-    """A warning that a dtype is slow on this CPU, with the factor; None where it is not, or where torch cannot tell.
+    """Return a warning that a dtype is slow on this CPU, with the factor; None if it is not, or torch cannot tell.
 
     Args:
-        dtype: a key of :data:`DTYPES`; others are not warned of.
-        device: that computes.
+        dtype: a key of :data:`DTYPES`; no warning for others.
+        device: of the computation.
     """
     if dtype not in DTYPES or has_products(DTYPES[dtype], device):
         return None

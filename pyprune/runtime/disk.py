@@ -1,4 +1,4 @@
-"""What the system says of paths and writes: that the disk holds something, what went wrong, where a path stands."""
+"""The system's answers about paths and writes: flushed, failed, existing, special."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyprune.errors import OutputError
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what a file or folder holds."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def disk_errors(out: str | Path) -> Iterator[None]:
-    """Turn what a failed write raises into an :class:`OutputError` that names ``out`` and the limit that was met."""
+    """Turn errors of a failed write into an :class:`OutputError` that names ``out`` and the limit."""
     from safetensors import SafetensorError
 
     try:
@@ -35,9 +35,9 @@ def disk_errors(out: str | Path) -> Iterator[None]:
 
 
 def reason(error: Exception, path: Path) -> str:
-    """What went wrong, in words; safetensors gives the system's error number as text only, numpy none."""
-    found = re.search(r"os error (\d+)", str(error))
-    number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+    """Describe an error of a write; safetensors gives the system's error number as text only, numpy none."""
+    match = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (int(match[1]) if match else None)
     if re.fullmatch(r"\d+ requested and \d+ written", str(error)):
         number = errno.ENOSPC
     if number == errno.ENOSPC:
@@ -51,14 +51,14 @@ def reason(error: Exception, path: Path) -> str:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """Return the path itself, or the nearest folder above it that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
 
 
-def in_place(path: Path) -> bool:
-    """Whether a path is written to as it is: a device, a pipe, or whatever /dev and /proc name.
+def is_written_in_place(path: Path) -> bool:
+    """Check whether a path is written to, and not replaced: a device, a pipe, or any path of /dev and /proc.
 
-    /dev/shm is a disk in memory, whose files are like any other's.
+    /dev/shm is a disk in memory, with files like any other.
     """
     place = Path(os.path.abspath(path)).parts
     if place[:2] in (("/", "dev"), ("/", "proc")) and place[2:3] != ("shm",):
@@ -70,7 +70,7 @@ def in_place(path: Path) -> bool:
 
 
 def umask() -> int:
-    """The permissions that this process takes away from new files."""
+    """Return the permissions that this process removes from new files."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""Files of figures that a user names (``--json``, ``--jsonl``): what stands there already, and may it change."""
+"""Checks of files of figures that a user names (``--json``, ``--jsonl``): may an existing file change?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import OutputError
-from pyprune.runtime.disk import in_place
+from pyprune.runtime.disk import is_written_in_place
 from pyprune.runtime.files import JSON_BYTES, check_file, parse_json, read_json
 
 WRITTEN_BY = "pyprune"
@@ -21,18 +21,23 @@ def check_figures(
 ) -> None:
     """Raise :class:`OutputError` before any work for a file of figures that may not be written there.
 
-    An existing file is replaced only if pyprune wrote it (it holds the key :data:`WRITTEN_BY`), and what ``ours`` says
-    of it, or it is empty.
+    An existing file is replaced only if it is empty, or pyprune wrote it (it holds the key :data:`WRITTEN_BY`) and
+    ``ours`` accepts it.
 
     Args:
         path: the file.
-        others: what else the command reads or writes.
+        others: other paths that the command reads or writes.
         option: that names the file.
-        ours: (what a JSON file of pyprune's holds) -> whether it may be replaced; None = it holds figures.
+        ours: (data of a JSON file of pyprune's) -> whether it may be replaced; None = it holds figures.
     """
     check_file(path)
     _refuse_used(option, path, others)
-    if path.is_file() and not in_place(path) and path.stat().st_size and not _is_of(path, ours or _are_figures):
+    if (
+        path.is_file()
+        and not is_written_in_place(path)
+        and path.stat().st_size
+        and not _is_of(path, ours or _are_figures)
+    ):
         raise OutputError(
             f"{path} exists and {_not_ours(ours)}, so it is not replaced. Name another file, or remove it."
         )
@@ -41,23 +46,23 @@ def check_figures(
 def check_lines(path: Path, *others: str | Path | None) -> None:
     """Raise :class:`OutputError` before any work for a file of JSON lines (``--jsonl``) that may not be appended to.
 
-    An existing file must begin with a JSON object; a text of somebody's is not.
+    An existing file must begin with a JSON object.
 
     Args:
         path: the file.
-        others: what else the command reads or writes.
+        others: other paths that the command reads or writes.
     """
     check_file(path)
     _refuse_used("--jsonl", path, others)
-    if in_place(path) or not path.is_file() or not path.stat().st_size:
+    if is_written_in_place(path) or not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb") as stream:
         line = stream.readline(JSON_BYTES)
     try:
-        found = parse_json(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        record = None
+    if not isinstance(record, dict):
         raise OutputError(f"{path} exists and does not hold JSON lines, so nothing is appended to it. Name another.")
 
 
@@ -70,7 +75,7 @@ def _refuse_used(option: str, path: Path, others: Iterable[str | Path | None]) -
 
 
 def _is_of(path: Path, ours: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a file is JSON that pyprune wrote, and of this kind."""
+    """Check whether a file is JSON that pyprune wrote, and of this kind."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -83,7 +88,7 @@ def _not_ours(ours: object) -> str:
 
 
 def _are_figures(data: dict[str, Any]) -> bool:
-    """Profiles and records of checkpoints name the version too; they are sealed, and no figures."""
+    """Check that a file holds figures: profiles and records of checkpoints name the version too, but are sealed."""
     return "sha256" not in data
 
 

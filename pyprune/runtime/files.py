@@ -1,8 +1,8 @@
-"""Files: read within bounds, written whole, and nothing replaced that pyprune did not write.
+"""Files: read within bounds, written whole, and replaced only if pyprune wrote them.
 
 An output folder appears complete or not at all: it is filled next to its place, in a hidden folder that one run at a
-time may hold, flushed to the disk and renamed. What ``--overwrite`` may replace is decided by the folder's own
-manifest (``pruning.json`` of a checkpoint, ``metrics.json`` of a report), which names every file that pyprune wrote.
+time may hold, flushed to the disk and renamed. ``--overwrite`` replaces only files that the folder's own manifest
+names (``pruning.json`` of a checkpoint, ``metrics.json`` of a report): those that pyprune wrote.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pyprune.errors import OutputError, shown
-from pyprune.runtime.disk import disk_errors, existing_parent, in_place, reason, sync, umask
+from pyprune.runtime.disk import disk_errors, existing_parent, is_written_in_place, reason, sync, umask
 
 CHECKPOINT_MANIFEST = "pruning.json"
 REPORT_MANIFEST = "metrics.json"
@@ -35,7 +35,7 @@ MANIFESTS = (CHECKPOINT_MANIFEST, REPORT_MANIFEST)
 MARK = ".pyprune"
 """Marks a hidden work folder as pyprune's own."""
 JSON_BYTES = 256 << 20
-"""No record, plan or state that pyprune writes comes near it; what is longer is not read."""
+"""Limit of JSON files: no record, plan or state of pyprune comes near it."""
 
 # --- reading -------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def read_bounded(path: str | Path, limit: int = JSON_BYTES) -> str:
     """
     data = bytearray()
     with Path(path).open("rb") as stream:
-        # In pieces: one call for all that is allowed would set that much memory aside for a file of some bytes.
+        # In pieces: one call for the whole limit would allocate it for a file of a few bytes.
         while len(data) <= limit and (piece := stream.read(1 << 20)):
             data += piece
     if len(data) > limit:
@@ -68,7 +68,7 @@ def read_json(path: str | Path, limit: int = JSON_BYTES) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; the same as ``json.loads``, but nesting that Python cannot follow is a ValueError as well."""
+    """Parse JSON as ``json.loads`` does, but raise ValueError for nesting that Python cannot follow, too."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -76,7 +76,7 @@ def parse_json(text: str) -> Any:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -87,7 +87,7 @@ def seal(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unseal(data: Any) -> dict[str, Any]:
-    """Return what :func:`seal` was given.
+    """Return the data that :func:`seal` got.
 
     Raises:
         ValueError: it is no JSON object, has no checksum, or was changed.
@@ -101,7 +101,7 @@ def unseal(data: Any) -> dict[str, Any]:
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    # As it is when read back: a key that is a number is text then, and sorts otherwise.
+    # As read back: a key that is a number is text then, and sorts otherwise.
     plain = json.loads(json.dumps(body))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
@@ -126,7 +126,7 @@ def check_file(path: Path) -> None:
         raise OutputError(f"{path} is a folder; name a file.")
     if path.is_block_device():
         raise OutputError(f"{path} is a block device; name a file.")
-    if in_place(path):
+    if is_written_in_place(path):
         return
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
@@ -138,14 +138,14 @@ def check_file(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file so that it is either the old one or the whole new one, never a part.
 
-    Symbolic links are followed. Devices and pipes are written to as they are, and so is whatever /dev (but /dev/shm)
-    and /proc name: replacing /dev/stdout would cut off what it stands for.
+    Symbolic links are followed. Devices and pipes are written to, and so is every path of /dev (but /dev/shm) and
+    /proc: replacing /dev/stdout would cut off its target.
 
     Raises:
         OutputError: the file cannot be written (a full disk, a missing permission).
     """
     try:
-        if in_place(path):
+        if is_written_in_place(path):
             _write_in_place(path, text)
         else:
             _replace(Path(os.path.realpath(path)), text)
@@ -155,12 +155,12 @@ def write_text(path: Path, text: str) -> None:
 
 def _write_in_place(path: Path, text: str) -> None:
     sys.stdout.flush()
-    with os.fdopen(_opened(path), "w", encoding="utf-8") as stream:
+    with os.fdopen(_open_descriptor(path), "w", encoding="utf-8") as stream:
         stream.write(text)
 
 
-def _opened(path: Path) -> int:
-    """A descriptor to write to; the process's own where the path stands for that, because files have their place."""
+def _open_descriptor(path: Path) -> int:
+    """Open a descriptor to write to; the process's own stdout or stderr if the path is that, to keep its position."""
     there = path.stat()
     for number in (1, 2):
         with suppress(OSError):
@@ -192,16 +192,16 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
 
     Args:
         out: the folder that a command would create.
-        overwrite: whether an existing one may be replaced, which it is only if pyprune wrote everything in it.
+        overwrite: whether an existing one may be replaced; it is only if pyprune wrote everything in it.
         reads: files and folders that the command reads (hub ids and None are passed over).
 
     Raises:
         OutputError: ``out`` is a file or a symbolic link; it exists (without ``overwrite``); it is or holds the current
-            folder or something that is read; it holds a file or folder that pyprune did not write; or its parent cannot
+            folder or a source that is read; it holds a file or folder that pyprune did not write; or its parent cannot
             be written.
     """
     out = Path(out)
-    _check_name(out, work_folder(out))  # whose name is longer
+    _check_name(out, work_folder(out))  # its name is longer
     if out.is_symlink():
         raise OutputError(f"{out} is a symbolic link to {os.readlink(out)}; name the folder itself.")
     if not out.exists():
@@ -222,7 +222,7 @@ def check_output(out: str | Path, *, overwrite: bool = False, reads: Iterable[st
 
 
 def _check_name(*paths: Path) -> None:
-    """Refuse what no file system takes: too long a name, a NUL, a link to itself."""
+    """Refuse names that no file system takes: too long, with a NUL, a link to itself."""
     for path in paths:
         try:
             os.lstat(path)
@@ -263,7 +263,7 @@ def _refuse_foreign(folder: Path, shown_as: Path | None = None) -> None:
 
 
 def foreign_names(folder: Path) -> Iterator[str]:
-    """Yield what a folder holds that its manifests do not name: files, links, and folders without a file of theirs."""
+    """Yield names in a folder that its manifests do not list: files, links, and folders without a listed file."""
     owned = _owned_names(folder)
     inside = {str(parent) for name in owned for parent in Path(name).parents}
     for root, folders, files in os.walk(folder):
@@ -290,16 +290,16 @@ def _owned_names(folder: Path) -> set[str]:
 
 
 def written_at(out: str | Path) -> tuple[int, int] | None:
-    """What tells the folder or file at ``out`` from an earlier one, which is replaced whole; None where none is."""
+    """Return an identity of the folder or file at ``out``, which a replacement changes; None if there is none."""
     try:
-        found = os.stat(out)
-    except (TypeError, OSError, ValueError):  # nothing there, or no path at all
+        status = os.stat(out)
+    except (TypeError, OSError, ValueError):  # does not exist, or is no path
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def work_folder(out: str | Path) -> Path:
-    """The hidden folder next to ``out`` in which it is made."""
+    """Return the hidden folder next to ``out`` in which it is made."""
     path = Path(out).absolute()
     return path.with_name(f".{path.name}.work")
 
@@ -309,14 +309,14 @@ _claims: set[tuple[int, Path]] = set()
 
 
 @contextmanager
-def claimed(out: str | Path) -> Iterator[Path]:
-    """Hold the work folder of ``out``: nobody else writes to ``out`` meanwhile.
+def claim_work_folder(out: str | Path) -> Iterator[Path]:
+    """Hold the work folder of ``out`` in the block, so that no other process writes to ``out``.
 
-    The lock is the system's, on the folder itself, so it ends with the process however that ends. The folder goes with
-    the block when nothing was left in it, and so do the parents that had to be made, when they are empty.
+    The lock is the system's, on the folder itself, so it ends with the process. After the block the folder is removed
+    if it is empty, and so are the parents that were made for it.
 
     Raises:
-        OutputError: another run holds it, something else is in its place, or it cannot be made.
+        OutputError: another run holds it, another file has its name, or it cannot be made.
     """
     folder = work_folder(out)
     claim = (threading.get_ident(), folder)
@@ -374,7 +374,7 @@ def _take(descriptor: int, folder: Path, out: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
-        # A file system without locks: continuing is no worse than what every other program does there.
+        # A file system without locks: every other program continues there, too.
 
 
 def _mark(folder: Path) -> None:
@@ -385,7 +385,7 @@ def _mark(folder: Path) -> None:
 
 
 def _settle_swap(folder: Path, out: Path) -> None:
-    """Finish what a run that was killed while it replaced ``out`` has left."""
+    """Finish the replacement of ``out`` by a run that was killed."""
     old = folder / "old"
     if old.is_dir() and not os.path.lexists(out):
         old.rename(out)
@@ -403,7 +403,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextmanager
 def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to fill; it takes the place of ``out`` when the block ends without error.
+    """Give a temporary folder to fill; it becomes ``out`` when the block ends without error.
 
     Raises:
         OutputError: ``out`` may not be written (see :func:`check_output`), now or when the block has ended; or it
@@ -412,18 +412,17 @@ def atomic_folder(out: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     out = Path(out).absolute()
     check_output(out, overwrite=overwrite)
     place = partial(_swap, out=out, overwrite=overwrite)
-    with claimed(out) as folder, disk_errors(out), whole_folder(folder / "part", place) as part:
+    with claim_work_folder(out) as folder, disk_errors(out), whole_folder(folder / "part", place) as part:
         yield part
         _let_others_read(part)
 
 
 @contextmanager
 def whole_folder(part: Path, place: Callable[[Path], None]) -> Iterator[Path]:
-    """Give a temporary folder to fill; when the block ends without error the disk holds it, and it is put in its place.
+    """Give a temporary folder to fill; when the block ends without error it is flushed to the disk and renamed.
 
     Args:
-        part: the folder. What a killed process has left of it is removed first, and what an error leaves of it at the
-            end.
+        part: the folder; an earlier one, of a killed process, is removed first.
         place: renames it.
     """
     shutil.rmtree(part, ignore_errors=True)
@@ -440,8 +439,8 @@ def whole_folder(part: Path, place: Callable[[Path], None]) -> Iterator[Path]:
 def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
     check_output(out, overwrite=overwrite)  # hours may have passed
     if not out.exists():
-        part.rename(out)  # refused by the system if something with content appears at this very moment
-    elif _exchange(part, out):  # so that another process finds one of the two there at any time
+        part.rename(out)  # the system refuses if a folder with content appears at this moment
+    elif _exchange(part, out):  # so that another process finds one of the two at any time
         try:
             _refuse_foreign(part, shown_as=out)
         except BaseException:
@@ -461,7 +460,7 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths trade places at once; False where the system or the file system cannot."""
+    """Exchange two paths at once; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -470,7 +469,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _let_others_read(folder: Path) -> None:
-    """A server under another account must be able to read a checkpoint; safetensors creates private files."""
+    """Give files the usual permissions: servers of other accounts read checkpoints; safetensors makes private files."""
     mask = umask()
     for path in filter(Path.is_file, folder.rglob("*")):
         path.chmod(0o666 & ~mask)

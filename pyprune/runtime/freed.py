@@ -1,4 +1,4 @@
-"""Memory that goes back to the system when it is freed, for work on many large tensors one after the other."""
+"""Return freed memory to the system at once, for work on many large tensors one after the other."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LARGE_BYTES = 1 << 20
-"""Blocks from this size on go back at once meanwhile."""
+"""Blocks from this size on are returned at once meanwhile."""
 USUAL_BYTES = 32 << 20
-"""Where glibc's own threshold ends up in a process that frees large tensors."""
+"""The threshold that glibc reaches in a process that frees large tensors."""
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h has them
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @contextmanager
 def freed_at_once() -> Iterator[None]:
-    """Take large blocks from the system one by one meanwhile, and give each back when it is freed.
+    """Take large blocks from the system one by one in the block, and return each when it is freed.
 
     After a large block was freed, glibc keeps blocks of up to 32 MiB in its heap. Tensors of several sizes leave gaps
-    there that the next one does not fit, and of a checkpoint that is read tensor by tensor most stays in memory. Other
-    C libraries are left as they are.
+    there that the next one does not fit, so most of a checkpoint that is read tensor by tensor would stay in memory.
+    Other C libraries are not changed.
     """
     mallopt = _mallopt()
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""What memory the machine has left for a process: no torch here."""
+"""The memory that the machine has left for a process. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VERSIONS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-"""Of cgroups 2 and 1: the files of the limit and of what is used, and how names in memory.stat begin."""
+"""Of cgroups 2 and 1: the files of the limit and of the used memory, and the prefix of names in memory.stat."""
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that a process may still take: what the machine has available, or less where its cgroups allow less.
+    """Return the bytes that a process may still take: the available memory, or less if its cgroups allow less.
 
-    Swap is not counted. Where the system does not say what is available (not Linux), it is all memory.
+    Swap is not counted. On systems that do not report available memory (not Linux), it is all memory.
 
     Args:
-        proc: where the kernel's tables are.
-        cgroups: where the cgroups are.
+        proc: folder of the kernel's tables.
+        cgroups: folder of the cgroups.
     """
-    said = _figures(proc / "meminfo").get("MemAvailable:")
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if said is None else said * 1024
-    return min([machine, *(_left(folder) for folder in _own_cgroups(proc, cgroups))])
+    available = _figures(proc / "meminfo").get("MemAvailable:")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if available is None else available * 1024
+    return min([machine, *(_left(folder) for folder in _cgroups_of_process(proc, cgroups))])
 
 
-def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Folders of the cgroups that this process is in, with all above them, whose limits count as well.
+def _cgroups_of_process(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups and of all above them, whose limits count as well.
 
-    A container may see paths of its host that it does not have; its own cgroup is then the folder on top.
+    A container may see paths of its host that it does not have; its cgroup is then the top folder.
     """
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -40,7 +40,7 @@ def _own_cgroups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _left(folder: Path) -> int:
-    """Bytes that a cgroup may still take; its file cache makes room, so it counts as free."""
+    """Return the bytes that a cgroup may still take; its file cache counts as free."""
     for limit_name, used_name, prefix in VERSIONS:
         limit, used = _text(folder / limit_name).strip(), _text(folder / used_name).strip()
         if limit.isdigit() and used.isdigit():
@@ -51,7 +51,7 @@ def _left(folder: Path) -> int:
 
 
 def _figures(table: Path) -> dict[str, int]:
-    """Lines of a name and a number; without the unit that may follow."""
+    """Read a table of names and numbers, without units."""
     rows = [line.split() for line in _text(table).splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: when they may come, and what they mean."""
+"""Handling of Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Interruption:
-    """Whether a signal asked the process to stop.
+    """A handler that remembers whether a signal asked the process to stop.
 
     Attributes:
         came: True from the first such signal on.
@@ -29,27 +29,27 @@ class Interruption:
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """SIGTERM (docker stop, Slurm, Kubernetes) and SIGHUP (a closed terminal) are as Ctrl-C: KeyboardInterrupt.
+    """Raise KeyboardInterrupt for SIGTERM (docker stop, Slurm, Kubernetes) and SIGHUP (a closed terminal), too.
 
-    What it raises may become another error on its way (an import that was stopped halfway), so ask ``came`` too. In the
-    main thread only, where Python delivers signals; a signal that the process ignores stays ignored.
+    It may become another error on its way (an import that was stopped halfway), so check ``came`` too. In the main
+    thread only, where Python delivers signals; a signal that the process ignores stays ignored.
     """
     interruption = Interruption()
     numbers = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]
-    with _handled(dict.fromkeys(numbers, interruption)):
+    with _set_handlers(dict.fromkeys(numbers, interruption)):
         yield interruption
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold Ctrl-C back until the block has ended, and SIGTERM and SIGHUP where Python handles them.
+    """Delay Ctrl-C until the block has ended, and SIGTERM and SIGHUP if Python handles them.
 
     In the main thread only, where Python delivers signals.
     """
     received: list[tuple[int, Any]] = []
-    # What Python does not handle (ignored, the system's default, or another library's) stays as it is.
+    # Other handlers (ignored, the system's default, or another library's) are kept.
     handlers = {n: h for n in ENDING if callable(h := signal.getsignal(n))}
-    with _handled(dict.fromkeys(handlers, lambda number, frame: received.append((number, frame)))):
+    with _set_handlers(dict.fromkeys(handlers, lambda number, frame: received.append((number, frame)))):
         yield
     if received:
         first, frame = received[0]
@@ -57,8 +57,8 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 @contextmanager
-def _handled(handlers: Mapping[signal.Signals, Callable[[int, Any], object]]) -> Iterator[None]:
-    """These handlers in the block, and those before it afterwards; nothing in other threads than the main one."""
+def _set_handlers(handlers: Mapping[signal.Signals, Callable[[int, Any], object]]) -> Iterator[None]:
+    """Set these handlers in the block, and restore the earlier ones; does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""How far a mean of measurements may be off."""
+"""Confidence intervals of means."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 CONFIDENCE = 0.95
-"""Share of such intervals that hold what is measured."""
+"""Share of such intervals that hold the true mean."""
 
 
 def half_width(values: Sequence[float]) -> float:

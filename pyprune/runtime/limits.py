@@ -1,4 +1,4 @@
-"""Calls into other people's code on input that may be damaged or hostile: bounded, and what they raise in one line."""
+"""Bounded calls into other people's code on damaged or hostile input, with their errors in one line."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LONGEST = 300
 
 
 class _OutOfTime(BaseException):
-    """Raised by the alarm; not an Exception, so that nothing in between takes it for its own."""
+    """Raised by the alarm; not an Exception, so that no handler in between catches it."""
 
 
 def bounded_call(call: Callable[[], T], *, seconds: float, extra_bytes: int) -> T:
     """Return ``call()``, stopped when it takes too much processor time or memory.
 
-    The limits are the process's own, so nobody else may compute meanwhile; they, the alarm and its handler are
-    afterwards what they were before. In the main thread only, where Python delivers signals: in another one the call is
+    The limits are the process's own, so no other thread may compute meanwhile; they, the alarm and its handler are
+    restored afterwards. In the main thread only, where Python delivers signals: in another one the call is
     not bounded. Python code is stopped at once, code in C when it returns or asks for memory.
 
     Args:
         seconds: of processor time.
-        extra_bytes: of address space beyond what the process has now (where the system tells: Linux).
+        extra_bytes: of address space in addition to the present one (on Linux, which reports it).
 
     Raises:
         TimeoutError: it took longer.
@@ -45,22 +45,22 @@ def bounded_call(call: Callable[[], T], *, seconds: float, extra_bytes: int) -> 
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (_lower(before[0], extra_bytes), before[1]))
-        return _in_time(call, seconds)
+        return _call_in_time(call, seconds)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _lower(limit: int, extra_bytes: int) -> int:
-    """The address space in use and ``extra_bytes``, unless the limit is lower already."""
+    """Return the address space in use plus ``extra_bytes``, unless the limit is lower already."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
         return limit
-    wanted = pages * resource.getpagesize() + extra_bytes
-    return wanted if limit == resource.RLIM_INFINITY else min(limit, wanted)
+    raised = pages * resource.getpagesize() + extra_bytes
+    return raised if limit == resource.RLIM_INFINITY else min(limit, raised)
 
 
-def _in_time(call: Callable[[], T], seconds: float) -> T:
+def _call_in_time(call: Callable[[], T], seconds: float) -> T:
     armed = True
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -85,9 +85,9 @@ def _in_time(call: Callable[[], T], seconds: float) -> T:
 
 @contextmanager
 def foreign_errors(kind: type[PypruneError], what: str, advice: str) -> Iterator[None]:
-    """Turn whatever a library raises on hostile input into one error: "``what``: the library's words. ``advice``".
+    """Turn errors of a library on hostile input into one: "``what``: the library's words. ``advice``".
 
-    Only for blocks that hold nothing but the call. Errors of pyprune's own, Ctrl-C and the end of the process pass.
+    Only for blocks that hold nothing but the call. Errors of pyprune, Ctrl-C and the end of the process pass.
 
     Raises:
         PypruneError: of the given kind.
@@ -101,11 +101,11 @@ def foreign_errors(kind: type[PypruneError], what: str, advice: str) -> Iterator
 
 
 def brief(error: BaseException) -> str:
-    """Kind and words of an error on one line of bounded length."""
+    """Format kind and words of an error on one line of bounded length."""
     return f"{type(error).__name__}: {one_line(str(error), _LONGEST)}".removesuffix(": ").rstrip(".")
 
 
 def one_line(text: str, most: int = 600) -> str:
-    """Text of another program for a message: one line of printable characters, cut off at ``most`` of them."""
+    """Format text of another program for a message: one line of at most ``most`` printable characters."""
     line = printable(" ".join(text[: 4 * most].split()))
     return line if len(line) <= most else f"{line[:most]} ..."

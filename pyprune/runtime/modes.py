@@ -13,7 +13,7 @@ from pyprune.runtime.products import products_in_float32
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode (no dropout), and back into its own mode after the block.
 
     Products of half-precision weights are computed in float32 on a CPU that has no instructions for them.
@@ -29,30 +29,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing in training mode, which gradient checkpointing needs, and as much as before after the block."""
-    found = [
+def disable_dropout(model: nn.Module) -> Iterator[None]:
+    """Set all dropout to 0 in the block; for training mode, which gradient checkpointing needs, without randomness."""
+    rates = [
         (module, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
         if type(value) is float and (name.endswith(("dropout", "layerdrop")) or isinstance(module, nn.Dropout))
     ]
     try:
-        for module, name, _ in found:
+        for module, name, _ in rates:
             setattr(module, name, 0.0)
         yield
     finally:
-        for module, name, value in found:
+        for module, name, value in rates:
             setattr(module, name, value)
 
 
 @contextmanager
 def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: bool) -> Iterator[None]:
-    """Training mode and a private random stream, put back after the block; products as in :func:`evaluating`.
+    """Set training mode and a private random stream for the block; products as in :func:`evaluation_mode`.
 
     Args:
-        model: of Transformers where ``gradient_checkpointing`` is on.
-        device: where the model is, whose random stream is put back too.
+        model: of Transformers if ``gradient_checkpointing`` is on.
+        device: of the model; its random stream is restored too.
         gradient_checkpointing: compute activations again in the backward pass instead of holding them.
     """
     was_training = model.training

@@ -1,9 +1,8 @@
 """Processes that torchrun started to train one model together.
 
-Each does the whole run, on the same text. What is not trained, every process computes for itself, or, where weights are
-on the host (:class:`Division`), the first one alone; where results could differ, that of the first is taken by all.
-While a model trains, its weights are divided among the processes (:mod:`pyprune.train.sharded`). Only the first writes
-files and prints.
+Each does the whole run, on the same text. Work outside of training is done by every process, or by the first one alone
+if weights are on the host (:class:`Division`). If results could differ, all take that of the first. While a model
+trains, its weights are divided among the processes (:mod:`pyprune.train.sharded`). Only the first writes and prints.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pyprune.errors import ConfigError, DataError, PypruneError
-from pyprune.runtime.progress import printing_nothing
+from pyprune.runtime.progress import print_nothing
 
 if TYPE_CHECKING:
     import torch
@@ -25,27 +24,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST_WAIT = timedelta(hours=6)
-"""How long a process waits for the others: while the first writes a checkpoint, say."""
+"""Longest time that a process waits for the others, for example while the first writes a checkpoint."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What torch says when another process has gone."""
+"""Torch's messages when another process has ended."""
 _WAITED = ("Timed out waiting", "timed out")
-"""What it says when one has not come in time."""
+"""Its messages when one has not come in time."""
 _joined = False
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a model's training is divided.
+    """The division of a model's training.
 
     Attributes:
-        device: where each process computes and keeps its part; None = where the model is.
-        weights: who has them before the training. Everybody, as copies of its own, in memory: those of the first count,
-            and all have what was trained. Or on the host, so that no device ever holds a whole model: those of files
-            that every process has mapped (:func:`pyprune.checkpoint.load.load_model`, in the dtype that is stored), or
-            those of the first process, which sends them layer by layer while the others have shapes alone
-            (:mod:`pyprune.runtime.shapes`). What is not trained then stays where it is, and only the first has what was
-            trained afterwards.
+        device: of each process's computation and part; None = that of the model.
+        weights: place of the weights before the training. everybody: every process has a whole model in memory; that of
+            the first counts, and all get the trained weights. files or first: weights are on the host, so that no
+            device ever holds a whole model; they are mapped from files by every process
+            (:func:`pyprune.checkpoint.load.load_model`, in the stored dtype), or sent layer by layer from the first
+            process while the others have shapes alone (:mod:`pyprune.runtime.shapes`). Weights that are not trained are
+            then not moved, and only the first process gets the trained ones.
     """
 
     device: torch.device | None = None
@@ -53,21 +52,21 @@ class Division:
 
     @property
     def on_host(self) -> bool:
-        """Whether weights are on the host, and what was trained is in the first process alone."""
+        """True if weights are on the host, and the trained ones are in the first process alone."""
         return self.weights != "everybody"
 
 
 _division: Division | None = None
 
 
-def launched() -> int:
-    """Processes that torchrun started for this run; 1 without it."""
+def launched_count() -> int:
+    """Count the processes that torchrun started for this run; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 @contextmanager
-def joined(command: str, *, may_divide: bool) -> Iterator[None]:
-    """Be one of the processes of this run in the block; does nothing where there is only one.
+def join_processes(command: str, *, may_divide: bool) -> Iterator[None]:
+    """Join the processes of this run for the block; does nothing if there is only one.
 
     Args:
         command: for the message.
@@ -75,15 +74,15 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
 
     Raises:
         ConfigError: several processes were started for something that only one can do.
-        PypruneError: another process has gone.
+        PypruneError: another process ended.
     """
     global _joined
-    if launched() == 1:
+    if launched_count() == 1:
         yield
         return
     if not may_divide:
         raise ConfigError(
-            f"torchrun started {launched()} processes, but '{command}' works in one; start it without torchrun. "
+            f"torchrun started {launched_count()} processes, but '{command}' works in one; start it without torchrun. "
             "prune, recover and reconstruct can be divided."
         )
     import torch
@@ -101,7 +100,7 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
     _joined = True
     try:
-        with nullcontext() if first() else printing_nothing():
+        with nullcontext() if first() else print_nothing():
             yield
             barrier()
     except RuntimeError as error:
@@ -114,8 +113,8 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
         if not lost and not isinstance(error, dist.DistNetworkError):
             raise
         raise PypruneError(
-            f"Another of the {launched()} processes of this run ended, so this one stops too; its own message says "
-            "why, unless it was killed."
+            f"Another of the {launched_count()} processes of this run ended, so this one stops too; its own message "
+            "says why, unless it was killed."
         ) from error
     finally:
         _joined = False
@@ -123,28 +122,28 @@ def joined(command: str, *, may_divide: bool) -> Iterator[None]:
 
 
 def count() -> int:
-    """Processes that work together; 1 outside :func:`joined`."""
-    return launched() if _joined else 1
+    """Count the processes that work together; 1 outside :func:`join_processes`."""
+    return launched_count() if _joined else 1
 
 
-def on_this_machine() -> int:
-    """Those of them that run on the same machine as this one."""
+def local_count() -> int:
+    """Count the processes that run on the same machine as this one."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if _joined else 1
 
 
 def number() -> int:
-    """Which of them this is, from 0."""
+    """Return the number of this process, from 0."""
     return int(os.environ["RANK"]) if _joined else 0
 
 
 def first() -> bool:
-    """Whether this process writes and prints."""
+    """Check whether this process is the first, which writes and prints."""
     return number() == 0
 
 
 @contextmanager
-def dividing(how: Division = Division()) -> Iterator[None]:
-    """What is trained in the block is divided among the processes."""
+def divide_training(how: Division = Division()) -> Iterator[None]:
+    """Divide trainings in the block among the processes."""
     global _division
     before, _division = _division, how if count() > 1 else None
     try:
@@ -154,17 +153,17 @@ def dividing(how: Division = Division()) -> Iterator[None]:
 
 
 def division() -> Division | None:
-    """How a training that starts now is divided; None where it is not."""
+    """Return the division of a training that starts now; None if it is not divided."""
     return _division
 
 
-def divided() -> bool:
-    """Whether a training that starts now is divided."""
+def is_divided() -> bool:
+    """Check whether a training that starts now is divided."""
     return _division is not None
 
 
 def gets_result() -> bool:
-    """Whether this process has the weights that a training in the block comes to."""
+    """Check whether this process gets the weights of a training in the block."""
     return _division is None or not _division.on_host or first()
 
 
@@ -190,7 +189,7 @@ def barrier() -> None:
 
 
 def from_first(value: T) -> T:
-    """What the first process has, plain data, for all of them."""
+    """Return the first process's value, plain data, in all of them."""
     if not _joined:
         return value
     import torch.distributed as dist
@@ -201,45 +200,45 @@ def from_first(value: T) -> T:
 
 
 def alike(value: object) -> bool:
-    """Whether all processes have the same value, plain data."""
-    return all(other == value for other in _of_all(value))
+    """Check whether all processes have the same value, plain data."""
+    return all(other == value for other in _gather(value))
 
 
 def least(value: int) -> int:
-    """The smallest of what the processes have."""
-    return min(_of_all(value))
+    """Return the smallest value of all processes."""
+    return min(_gather(value))
 
 
-def _of_all(value: T) -> list[T]:
-    """What each process has, plain data."""
+def _gather(value: T) -> list[T]:
+    """Return the value of each process, plain data."""
     if not _joined:
         return [value]
     import torch.distributed as dist
 
-    found: list[Any] = [None] * count()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * count()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def check_same_text(digest: Callable[[], str]) -> None:
     """Refuse to divide a text that is not the same in all processes, which may be on several machines.
 
     Args:
-        digest: gives what the text is known by; called where there are several processes.
+        digest: returns the digest of the text; called if there are several processes.
 
     Raises:
         DataError: it differs.
     """
-    if divided() and not alike(digest()):
+    if is_divided() and not alike(digest()):
         raise DataError(
             "The processes of this run read different text. Put the same files on all machines, or name a folder that "
             "they share."
         )
 
 
-def agreed(value: bool) -> bool:
-    """Whether all processes that divide the work say so."""
-    if not divided():
+def all_agree(value: bool) -> bool:
+    """Check whether the value is true in all processes that divide the work."""
+    if not is_divided():
         return value
     import torch
 

@@ -1,6 +1,6 @@
 """Products of half-precision matrices on a CPU that has no instructions for them: computed in float32.
 
-Such a CPU takes 4 to 300 times as long for them as for the same product in float32, most of all for the gradients of a
+Such a CPU takes 4 to 300 times as long for them as for a product in float32, most of all for the gradients of a
 linear layer. Weights, activations and gradients keep their dtype; a block of each operand is converted for a product
 and dropped after it. Sums are those of float32 and rounded once, so that results are at least as exact as before.
 """
@@ -26,9 +26,9 @@ BLOCK = 1 << 22
 _CPU = torch.device("cpu")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _active = False
-"""Whether a block of :func:`products_in_float32` is open that does something."""
+"""True inside a block of :func:`products_in_float32` that converts."""
 _as_asked = False
-"""Whether products are computed in the dtype of their operands, whatever the CPU has."""
+"""True inside a block of :func:`products_in` that keeps the dtype of operands."""
 _reported: set[torch.dtype] = set()
 
 
@@ -62,7 +62,7 @@ def products_in_float32(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def products_in(dtype: str) -> Iterator[None]:
-    """Compute products in the block in a dtype that was asked for by name, also where it is slow.
+    """Compute products in the block in a dtype that was chosen by name, even if it is slow.
 
     Args:
         dtype: a key of :data:`pyprune.runtime.device.DTYPES`, or auto; float32 and auto change nothing.
@@ -76,12 +76,12 @@ def products_in(dtype: str) -> Iterator[None]:
 
 
 def are_in_float32() -> bool:
-    """Whether products of half-precision matrices are computed in float32 here."""
+    """Check whether products of half-precision matrices are computed in float32 here."""
     return _active and not _as_asked
 
 
 class _Float32Products(TorchDispatchMode):
-    """Replaces products of CPU tensors of some dtypes. It acts below autograd, whose graph holds no converted tensor.
+    """Replaces products of CPU tensors of these dtypes. It acts below autograd, whose graph holds no converted tensor.
 
     Args:
         dtypes: of the operands.
@@ -94,7 +94,7 @@ class _Float32Products(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_inference_mode_enabled() and func._can_decompose():
-            with self:  # autograd, which is off, would have made its parts
+            with self:  # autograd, which is off, would decompose it
                 return func.decompose(*args, **(kwargs or {}))
         product = _PRODUCTS.get(func)
         if product is None or _as_asked or args[1].dtype not in self.dtypes or args[1].device.type != "cpu":
@@ -103,12 +103,12 @@ class _Float32Products(TorchDispatchMode):
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """The product [M, N] of a [M, K] and b [K, N], in their dtype."""
+    """Return the product [M, N] of a [M, K] and b [K, N], in their dtype."""
     return _addmm(None, a, b)
 
 
 def _addmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta`` times ``added`` [broadcast to M, N] plus ``alpha`` times the product of a [M, K] and b [K, N].
+    """Return ``beta`` times ``added`` [broadcast to M, N] plus ``alpha`` times the product of a [M, K] and b [K, N].
 
     The longest of M, K and N is divided into blocks. The operand without it is the smallest, and is converted whole.
     """
@@ -121,34 +121,34 @@ def _addmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha
         for block in _blocks(inner, step):
             total.addmm_(a[:, block].float(), b[block].float())
         return _sum(total, added, beta, alpha).to(a.dtype)
-    found = a.new_empty(rows, columns)
+    result = a.new_empty(rows, columns)
     by_rows = longest == rows
     smaller = b.float() if by_rows else a.float()
     for block in _blocks(longest, step):
         at = (block, slice(None)) if by_rows else (slice(None), block)
         wide = a[block].float() @ smaller if by_rows else smaller @ b[at].float()
-        found[at] = _sum(wide, None if added is None else added[at], beta, alpha)
-    return found
+        result[at] = _sum(wide, None if added is None else added[at], beta, alpha)
+    return result
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """The products [B, M, N] of a [B, M, K] and b [B, K, N], in their dtype."""
+    """Return the products [B, M, N] of a [B, M, K] and b [B, K, N], in their dtype."""
     return _baddbmm(None, a, b)
 
 
 def _baddbmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta`` times ``added`` [broadcast to B, M, N] plus ``alpha`` times the products of a [B, M, K], b [B, K, N]."""
-    found = a.new_empty(len(a), a.shape[1], b.shape[2])
-    added = None if added is None else added.expand(found.shape)
-    largest = max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], found.shape[1] * found.shape[2])
+    """Return ``beta`` times ``added`` [like the result] plus ``alpha`` times products of [B, M, K] and [B, K, N]."""
+    result = a.new_empty(len(a), a.shape[1], b.shape[2])
+    added = None if added is None else added.expand(result.shape)
+    largest = max(1, a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], result.shape[1] * result.shape[2])
     for block in _blocks(len(a), max(1, BLOCK // largest)):
         wide = a[block].float() @ b[block].float()
-        found[block] = _sum(wide, None if added is None else added[block], beta, alpha)
-    return found
+        result[block] = _sum(wide, None if added is None else added[block], beta, alpha)
+    return result
 
 
 def _sum(product: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """``alpha`` times a product plus ``beta`` times what is added, in the product's memory."""
+    """Return ``alpha`` times a product plus ``beta`` times ``added``, in the product's memory."""
     product = product if alpha == 1 else product.mul_(alpha)
     return product if added is None or not beta else product.add_(added, alpha=beta)
 
@@ -158,19 +158,19 @@ def _blocks(length: int, step: int) -> Sequence[slice]:
 
 
 def _attention(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The output of fused attention, in the dtype of the queries, and its sums, float32."""
-    output, sums = _FUSED(*_widened((query, *args)), **_widened(kwargs))
+    """Return the output of fused attention, in the dtype of the queries, and its sums, float32."""
+    output, sums = _FUSED(*_widen((query, *args)), **_widen(kwargs))
     return output.to(query.dtype), sums
 
 
 def _attention_backward(gradient: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys and values, in the dtype of the output's gradient."""
-    found = _FUSED_BACKWARD(*_widened((gradient, *args)), **_widened(kwargs))
-    return tuple(tensor.to(gradient.dtype) for tensor in found)
+    """Return the gradients of queries, keys and values, in the dtype of the output's gradient."""
+    gradients = _FUSED_BACKWARD(*_widen((gradient, *args)), **_widen(kwargs))
+    return tuple(tensor.to(gradient.dtype) for tensor in gradients)
 
 
-def _widened(tree: Any) -> Any:
-    """Arguments of an operation, tensors of half precision converted to float32."""
+def _widen(tree: Any) -> Any:
+    """Convert half-precision tensors in arguments of an operation to float32."""
     return tree_map_only(Tensor, lambda t: t.float() if t.dtype in INSTRUCTIONS else t, tree)
 
 

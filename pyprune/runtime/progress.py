@@ -1,4 +1,4 @@
-"""Progress on everything that takes over two seconds; always on stderr, so that stdout stays data."""
+"""Progress of all work that takes over two seconds; always on stderr, so that stdout stays data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _console: Console | None = None
 _bar_is_shown = False
 
 SILENT_S, GAP_S, LONGEST_GAP_S = 2.0, 10.0, 60.0
-"""Of a step in a log: how long it may be without a line, and the shortest and longest time between two lines."""
+"""Of a step in a log: longest time without a line, and the shortest and longest time between two lines."""
 
 
 def console() -> Console:
@@ -34,7 +34,7 @@ def console() -> Console:
 def printable(text: str) -> str:
     """Return a text with control characters escaped, all but line ends and tabs.
 
-    Text out of a checkpoint or a file must not move the cursor, set a title or colour what follows.
+    Text out of a checkpoint or a file must not move the cursor, set a title or colour later text.
     """
     if text.isprintable():
         return text
@@ -47,7 +47,7 @@ def say(text: str, style: str = "") -> None:
 
 
 def time_left(began: float, done: float, total: float) -> str:
-    """What is left of equal parts, in words for the end of a line: ", about 12 min left"; nothing before the first.
+    """Format the time left for equal parts, for the end of a line: ", about 12 min left"; empty before the first.
 
     Args:
         began: :func:`time.perf_counter` at the start of the first part.
@@ -66,7 +66,7 @@ def warn(text: str) -> None:
 
 
 def end_bars() -> None:
-    """End the bars of other libraries (tqdm) that are open, or what is said next would stand on their line."""
+    """End open bars of other libraries (tqdm), or the next message would be printed on their line."""
     tqdm = sys.modules.get("tqdm.std")
     for bar in list(getattr(getattr(tqdm, "tqdm", None), "_instances", ())):
         bar.close()
@@ -85,40 +85,40 @@ def quiet(name: str) -> Iterator[None]:
 
 
 class LogLines:
-    """How far a long step is, as lines of a log: at least ten seconds apart, for every tenth and every minute.
+    """Prints the progress of a long step as lines of a log, at least ten seconds apart: every tenth and every minute.
 
     Args:
-        what: is being done, in a few words.
-        total: parts of it; None where that is not known.
+        what: the work, in a few words.
+        total: number of its parts; None if unknown.
         name: of a part, for example step.
     """
 
     def __init__(self, what: str, total: float | None, name: str = "") -> None:
         self.what, self.total, self.name = what, total, f"{name} " if name else ""
-        self.began = self.said_at = time.perf_counter()
-        self.said = 0.0
+        self.began = self.printed_at = time.perf_counter()
+        self.printed = 0.0
         self.lines = 0
 
     def update(self, done: float, facts: str = "", shown: Callable[[float], str] = "{:,.0f}".format) -> None:
-        """Print that so many parts are done, where a line is due.
+        """Print that this many parts are done, if a line is due.
 
         Args:
             done: parts that are finished.
-            facts: what else there is to say of them.
-            shown: how a number of parts is written.
+            facts: more text about them.
+            shown: formats a number of parts.
         """
         now = time.perf_counter()
-        waited = now - self.said_at
-        tenth = self.total is None or done - self.said >= self.total / 10
+        waited = now - self.printed_at
+        tenth = self.total is None or done - self.printed >= self.total / 10
         if waited < GAP_S or not (tenth or waited >= LONGEST_GAP_S):
             return
         of = f" of {shown(self.total)}{time_left(self.began, done, self.total)}" if self.total else ""
         say(f"{self.what}: {self.name}{shown(done)}{of}{facts}", "dim")
-        self.said, self.said_at = done, now
+        self.printed, self.printed_at = done, now
         self.lines += 1
 
     def end(self, done: float, facts: str = "") -> None:
-        """Print what was done in all, of a step of over two seconds."""
+        """Print the number of parts done, if the step took over two seconds."""
         if self.lines or time.perf_counter() - self.began > SILENT_S:
             say(f"{self.what}: {self.name}{done:,.0f} done{facts}", "dim")
 
@@ -126,11 +126,11 @@ class LogLines:
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Yield ``items`` while showing a progress bar on a terminal, or lines of a log (:class:`LogLines`).
 
-    Inside of another one, which shows its own bar, it shows none.
+    Inside of another one, which has a bar, it shows none.
 
     Args:
         items: what to iterate over.
-        description: what is being done, in a few words.
+        description: the work, in a few words.
         total: number of items, when ``items`` has no length.
     """
     global _bar_is_shown
@@ -156,9 +156,9 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 
 def bars_as_lines() -> None:
-    """Where stderr is no terminal, show the bars of other libraries (tqdm's: downloads, conversions) as lines of a log.
+    """Show the bars of other libraries (tqdm's: downloads, conversions) as lines of a log, if stderr is no terminal.
 
-    A bar redraws itself by returning to the start of its line; in a log, every frame of it stands behind the others.
+    A bar redraws itself by returning to the start of its line; in a log, all its frames would follow each other.
     """
     if console().is_terminal:
         return
@@ -169,7 +169,7 @@ def bars_as_lines() -> None:
     real, nowhere = tqdm.__init__, open(os.devnull, "w")  # noqa: SIM115 - as long as the process
 
     def make(bar: Any, *args: Any, **options: Any) -> None:
-        # "None" leaves a bar out where it would not be seen as one.
+        # "None" leaves a bar out if it would not be visible as one.
         unseen = "disable" in options and options["disable"] is None
         real(bar, *args, **options | {"file": nowhere} | ({"disable": False} if unseen else {}))
         bar._pyprune_lines = LogLines(
@@ -188,8 +188,8 @@ def bars_as_lines() -> None:
 
 
 @contextmanager
-def printing_nothing() -> Iterator[None]:
-    """In the block this process shows no progress, notes or results: another one of the same run does."""
+def print_nothing() -> Iterator[None]:
+    """Print no progress, notes or results of this process in the block: another one of the same run does."""
     global _console
     from rich.console import Console
 

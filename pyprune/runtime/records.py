@@ -1,4 +1,4 @@
-"""Records of runs: JSON lines that are appended and found again, and what sets one run apart from another."""
+"""Records of runs: JSON lines that are appended and read again, and the differences between runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyprune.runtime.progress import say
 Json = dict[str, Any]
 
 _BEGINNING = '{"'
-"""Of every line that is written here, and so of one that was cut off."""
+"""Beginning of every written line, also of an incomplete one."""
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -43,7 +43,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a file ends within a line, which a killed process left incomplete: what comes is not to continue it."""
+    """Check whether a file ends within a line, which a killed process left incomplete."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -52,24 +52,24 @@ def _is_torn(path: Path) -> bool:
 
 
 def digest(data: Any) -> str:
-    """SHA-256 of JSON data, hexadecimal; the order of keys makes no difference. Names what a record is of."""
+    """Return the SHA-256 of JSON data, hexadecimal; the order of keys makes no difference. Used as a record's key."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 class RecordFile:
-    """Results in a JSONL file that is only ever appended to, so that an interrupted run continues where it was.
+    """Results in a JSONL file that is only appended to, so that an interrupted run continues.
 
     Every record has a "kind" and a "key"; of those that share both, the newest one counts. A line that a killed process
-    left incomplete is passed over.
+    left incomplete is skipped.
 
     Args:
         path: the file; made when the first record comes. None = records are kept in memory alone.
-        program: what writes such files, for messages.
+        program: that writes such files, for messages.
         option: the command-line option that names the file, for messages.
-        retry_failed: leave out records with an "error", so that what they are of runs again.
+        retry_failed: leave out records with an "error", so that their cases run again.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds something else; it is left alone.
+        CheckpointError: the file cannot be read, or holds other data; it is not changed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RecordFile:
         self._kinds: dict[str, dict[str, Json]] = {}
         text = self._text()
         for number, line in enumerate(text.splitlines(), start=1):
-            record = self._parsed(line, number)
+            record = self._parse(line, number)
             if record is not None and not (retry_failed and record.get("error")):
                 self._remember(record)
 
@@ -93,13 +93,13 @@ class RecordFile:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}. Name another {self._option}.") from error
 
-    def _parsed(self, line: str, number: int) -> Json | None:
+    def _parse(self, line: str, number: int) -> Json | None:
         try:
             record = parse_json(line)
         except ValueError as error:
             if not (line and _BEGINNING.startswith(line[: len(_BEGINNING)])):
                 raise self._foreign(number, shown(error)) from error
-            say(f"{self.path}, line {number} is not complete; it is left alone, and what it was of runs again.")
+            say(f"{self.path}, line {number} is not complete; it is left alone, and its case runs again.")
             return None
         if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in ("kind", "key")):
             raise self._foreign(number, "no kind and key")
@@ -114,7 +114,7 @@ class RecordFile:
         self.of(record["kind"])[record["key"]] = record
 
     def of(self, kind: str) -> dict[str, Json]:
-        """Key -> newest record of a kind, in the order in which the keys first came."""
+        """Return key -> newest record of a kind, in the order in which the keys first came."""
         return self._kinds.setdefault(kind, {})
 
     def add(self, record: Json) -> Json:
@@ -130,18 +130,18 @@ class RecordFile:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> list[str]:
-    """What differs between two sets of options or facts, one line an entry: "train.steps was 4, now 5".
+    """Return the differences between two sets of options or facts, one line each: "train.steps was 4, now 5".
 
     Args:
         before: of the run that was interrupted; may be nested.
         now: of the run that would continue it.
         path: dotted name of both, with a dot at its end.
     """
-    found: list[str] = []
+    lines: list[str] = []
     for key in sorted({*before, *now}):
         a, b = before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{path}{key}.")
+            lines += differences(a, b, f"{path}{key}.")
         elif a != b:
-            found.append(f"{path}{key} was {shown(a)}, now {shown(b)}")
-    return found
+            lines.append(f"{path}{key} was {shown(a)}, now {shown(b)}")
+    return lines

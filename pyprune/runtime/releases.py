@@ -1,4 +1,4 @@
-"""Warn of installed packages that pyprune was not tried with: outside of the bounds that it was published with."""
+"""Warn of installed packages that pyprune was not tried with: outside of its published bounds."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def untried_releases() -> Iterator[str]:
 
 
 def warn_of_untried_releases() -> None:
-    """Name them in one warning, in the first process alone."""
+    """Print one warning of them, in the first process alone."""
     if parent_process() is None and (found := ", ".join(dict.fromkeys(untried_releases()))):
         warn(f"pyprune was not tried with {found}. Check the results, or install a release that was tried.")

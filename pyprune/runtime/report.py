@@ -1,8 +1,7 @@
 """Reports a person can read anywhere: report.md and a self-contained report.html from one description.
 
 A :class:`Report` is data (tables, charts, conditions, notes); :func:`write_report` renders it. The HTML needs
-no network and no other file: its charts are inline SVG. Every row that was measured is shown, the controls
-too, whichever wins.
+no network and no other file: its charts are inline SVG. Every measured row is shown, the controls too.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Table:
     """One table.
 
     Attributes:
-        title: what the rows are.
+        title: of the rows.
         columns: headings, each with its unit.
         rows: one sequence of cells a row, as many as there are columns.
         note: a sentence below the table (how to read it); empty = none.
@@ -57,11 +56,11 @@ class BarChart:
     """Horizontal bars with their values next to them.
 
     Attributes:
-        title: what is compared.
+        title: of the comparison.
         unit: label of the value axis, with the unit and which direction is better.
         bars: label -> value, top to bottom.
         reference: a value to draw as a dashed line (the dense model's); None = none.
-        reference_label: what the dashed line is.
+        reference_label: name of the dashed line.
         highlight: label of the bar in the accent colour.
         logarithmic: a logarithmic value axis, for values that span decades.
     """
@@ -80,7 +79,7 @@ class LineChart:
     """Curves over a common axis.
 
     Attributes:
-        title: what is shown.
+        title: of the chart.
         x_label: label of the horizontal axis, with the unit.
         y_label: label of the vertical axis, with the unit.
         lines: label -> y values; the x values are 1, 2, ....
@@ -94,12 +93,12 @@ class LineChart:
 
 @dataclass(frozen=True)
 class PointChart:
-    """Points in a plane, each with its name; those of a front are joined.
+    """Points in a plane with their names; those of a front are joined.
 
     Attributes:
-        title: what is shown.
+        title: of the chart.
         x_label: label of the horizontal axis, with the unit and which direction is better.
-        y_label: the same of the vertical axis.
+        y_label: label of the vertical axis, with the unit and which direction is better.
         points: label -> (x, y).
         front: labels of the points that no other beats in both, joined by a line.
         reference: label of the point in another colour (the dense model); None = none.
@@ -118,7 +117,7 @@ class StripChart:
     """A row of numbered squares, some of which are missing: the layers of a model.
 
     Attributes:
-        title: what is shown.
+        title: of the chart.
         count: number of squares, from 0.
         missing: numbers of those that are drawn as gaps.
     """
@@ -132,7 +131,7 @@ Chart = BarChart | LineChart | PointChart | StripChart
 Label = TypeVar("Label")
 
 
-def undominated(points: Mapping[Label, Sequence[float]]) -> list[Label]:
+def pareto_front(points: Mapping[Label, Sequence[float]]) -> list[Label]:
     """Return the labels of the points that no other beats: at most as much of everything, and less of something.
 
     Args:
@@ -142,23 +141,23 @@ def undominated(points: Mapping[Label, Sequence[float]]) -> list[Label]:
     def beats(a: Sequence[float], b: Sequence[float]) -> bool:
         return tuple(a) != tuple(b) and all(x <= y for x, y in zip(a, b, strict=True))
 
-    return [label for label, own in points.items() if not any(beats(other, own) for other in points.values())]
+    return [label for label, point in points.items() if not any(beats(other, point) for other in points.values())]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a report says.
+    """The contents of a report.
 
     Attributes:
         title: one line.
         summary: the sentences that matter most, one a paragraph.
         tables: in reading order.
         charts: in reading order (HTML only; every number in them is in a table as well).
-        conditions: what was measured on what: name -> value.
+        conditions: of the measurements: name -> value.
         notes: caveats, one a bullet.
         picture: charts above everything else, two next to each other (HTML only, as ``charts``); a strip is as wide as
             the page.
-        commands: purpose -> shell command, to go on with.
+        commands: purpose -> shell command, for the next steps.
     """
 
     title: str
@@ -181,7 +180,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
         MissingDependencyError: the report has charts and matplotlib is not installed.
         OutputError: a file cannot be written.
     """
-    page = to_html(report)  # before anything is written: it may find matplotlib missing
+    page = to_html(report)  # before anything is written: matplotlib may be missing
     folder.mkdir(parents=True, exist_ok=True)
     markdown_path, html_path = folder / "report.md", folder / "report.html"
     write_text(markdown_path, to_markdown(report))
@@ -242,7 +241,7 @@ def markdown_table(table: Table) -> str:
 
 
 def noted_table(table: Table) -> str:
-    """The same with the table's note below it."""
+    """Return one table in Markdown with its note below."""
     return "\n\n".join(filter(None, (markdown_table(table), table.note)))
 
 
@@ -251,7 +250,7 @@ def _escape_markdown(text: str) -> str:
 
 
 def _numeric_columns(table: Table) -> list[bool]:
-    """A column is numeric when no cell of it is free text (a dash and text like "1.2x" count as numbers)."""
+    """Return which columns are numeric: no cell is free text (a dash and text like "1.2x" count as numbers)."""
 
     def number_like(cell: Cell) -> bool:
         return not isinstance(cell, str) or cell == "" or cell[0].isdigit() or cell[0] in "-+"
@@ -339,7 +338,7 @@ def to_html(report: Report) -> str:
 
 
 def _html_part(chart: Chart) -> str:
-    """A chart of the picture: half the page wide, with letters as large as in a whole one."""
+    """Render a chart of the picture: half the page wide, with letters of the usual size."""
     if isinstance(chart, StripChart):
         return f'<figure class="wide">{chart_svg(chart, 9.4)}</figure>'
     return f"<figure>{chart_svg(chart, 4.6, 3.0)}</figure>"
@@ -360,7 +359,7 @@ def _html_table(table: Table) -> str:
 
 
 def check_charts() -> None:
-    """Raise :class:`MissingDependencyError` before any work where a report with charts could not be drawn."""
+    """Raise :class:`MissingDependencyError` before any work if a report with charts could not be drawn."""
     _figure(1, 1)
 
 
@@ -372,9 +371,9 @@ def chart_svg(chart: Chart, width: float = 7.6, height: float | None = None) -> 
     """Return a chart as one ``<svg>`` element whose text is drawn as paths (it needs no font).
 
     Args:
-        chart: what to draw.
+        chart: to draw.
         width: in inches; text has the same size in points at any width.
-        height: in inches; None = what its contents need. A strip has its own.
+        height: in inches; None = by its contents. A strip has a fixed one.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -403,7 +402,7 @@ def chart_svg(chart: Chart, width: float = 7.6, height: float | None = None) -> 
 
 
 def _point_id(chart: PointChart, label: str) -> str:
-    """The id of a point's element, which is unique in a page of several charts; any text makes a valid one."""
+    """Return the id of a point's element: valid for any text, and unique in a page of several charts."""
     return "point-" + hashlib.sha256(f"{chart.title}\n{label}".encode()).hexdigest()[:12]
 
 
@@ -436,7 +435,7 @@ def _svg_text(figure: Any, title: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text in which no $ begins a formula: names of folders may hold one."""
+    """Escape $, which begins a formula: names of folders may hold one."""
     return text.replace("$", r"\$")
 
 
@@ -478,10 +477,10 @@ def _draw_lines(axes: Any, chart: LineChart) -> None:
 
 def _draw_strip(axes: Any, chart: StripChart) -> None:
     for number in range(chart.count):
-        gone = number in chart.missing
-        look = {"facecolor": "none", "linestyle": "--"} if gone else {"facecolor": ACCENT}
-        axes.bar(number, 1, 0.84, edgecolor=PLAIN if gone else ACCENT, **look)
-        axes.text(number, 0.5, str(number), ha="center", va="center", fontsize=8, color=SOFT if gone else "white")
+        missing = number in chart.missing
+        look = {"facecolor": "none", "linestyle": "--"} if missing else {"facecolor": ACCENT}
+        axes.bar(number, 1, 0.84, edgecolor=PLAIN if missing else ACCENT, **look)
+        axes.text(number, 0.5, str(number), ha="center", va="center", fontsize=8, color=SOFT if missing else "white")
     axes.set_xlim(-0.6, chart.count - 0.4)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that have a shape and a dtype, and the memory of one element: what a process knows of weights of another."""
+"""Tensors with a shape and a dtype, and the memory of one element: stand-ins for weights of another process."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 def shape_only(like: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """A tensor without values of its own, which nothing may be written to.
+    """Make a tensor of one repeated element, which must not be written to.
 
     Args:
-        like: gives dtype, device and, where none is given, the shape.
-        shape: of the tensor.
+        like: gives dtype and device.
+        shape: of the tensor; None = that of ``like``.
     """
     one = torch.zeros((), dtype=like.dtype, device=like.device)
     return one.expand(like.shape if shape is None else shape)
 
 
 def to_shapes_(model: nn.Module) -> None:
-    """Let the parameters of a model be shapes alone; tied ones stay tied."""
+    """Replace the parameters of a model by shapes alone; tied ones stay tied."""
     for parameter in model.parameters():
         parameter.data = shape_only(parameter)

@@ -36,7 +36,7 @@ from pyprune.errors import CheckpointError, ConfigError, OutputError, TrainingEr
 from pyprune.runtime import processes
 from pyprune.runtime.device import warn_of_slow_dtype
 from pyprune.runtime.interrupts import interrupts_deferred
-from pyprune.runtime.modes import evaluating, training
+from pyprune.runtime.modes import evaluation_mode, training
 from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import console
 from pyprune.train.compiled import compiled_layers
@@ -99,9 +99,9 @@ def train(
     While an objective's schedule is still running nothing is kept or stopped. Without a ``validation`` set, 5 %
     of the samples (the last ones, at least one) are held out for it, with a warning in the report.
 
-    Inside :func:`pyprune.runtime.processes.dividing` several processes train together (:mod:`pyprune.train.sharded`):
-    every one gets the same whole model and samples, and has the same whole model afterwards, also after a
-    TrainingError; after any other error the model has no weights. If the model is on the host
+    Inside :func:`pyprune.runtime.processes.divide_training` several processes train together
+    (:mod:`pyprune.train.sharded`): every one gets the same whole model and samples, and has the same whole model
+    afterwards, also after a TrainingError; after any other error the model has no weights. If the model is on the host
     (:class:`pyprune.runtime.processes.Division`), the first process alone gets the trained weights. If it alone has the
     weights before, the others get their shapes.
 
@@ -467,7 +467,7 @@ class _Run:
 
     @torch.no_grad()
     def _validation_loss(self, samples: Batch) -> float:
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             loss = self.objective.validation_penalty(self.model)
             for micro, weight in self._micro_batches(samples):
                 terms = self._terms(micro)

@@ -76,7 +76,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
         MissingDependencyError: the package gguf is not installed, or for a K-quant xllamacpp is not.
     """
     from pyprune.runtime.disk import disk_errors, sync
-    from pyprune.runtime.files import claimed, whole_folder
+    from pyprune.runtime.files import claim_work_folder, whole_folder
     from pyprune.serving.checkpoints import read_checkpoint
 
     check_gguf_format(quantise)
@@ -90,7 +90,7 @@ def export_gguf(source: str | Path, out: str | Path, *, quantise: str = "f16", o
         os.replace(part / target.name, target)
         sync(target.parent)
 
-    with claimed(target) as work, disk_errors(target), whole_folder(work / "part", place) as part:
+    with claim_work_folder(target) as work, disk_errors(target), whole_folder(work / "part", place) as part:
         parameters, notes = _write(model, part / target.name, quantise, name)
     return GgufReport(
         target, model.form.architecture, quantise, parameters, target.stat().st_size, tuple(dict.fromkeys(notes))
@@ -126,11 +126,11 @@ def check_gguf_output(out: Path, source: str | Path, *, overwrite: bool) -> None
         OutputError: the message has the reason.
     """
     from pyprune.checkpoint.record import has_record
-    from pyprune.runtime.disk import in_place
+    from pyprune.runtime.disk import is_written_in_place
     from pyprune.runtime.files import check_file
 
     check_file(out)
-    if out.is_symlink() or (out.exists() and in_place(out)):
+    if out.is_symlink() or (out.exists() and is_written_in_place(out)):
         raise OutputError(f"{out} is a symbolic link or no regular file; name a file to create.")
     if has_record(source) and Path(source).resolve() in out.resolve().parents:
         raise OutputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pyprune.runtime.report import Cell, PointChart, Report, Table, undominated
+from pyprune.runtime.report import Cell, PointChart, Report, Table, pareto_front
 from pyprune.serving.load.options import Load
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.table import load_conditions, load_notes, load_table, server_table
@@ -30,7 +30,7 @@ class Axis:
     def front(self, perplexity: Mapping[str, float]) -> list[str]:
         """Return the models that no other one beats in perplexity and in this speed."""
         sign = -1 if self.more_is_better else 1
-        return undominated({name: (sign * value, perplexity[name]) for name, value in self.values.items()})
+        return pareto_front({name: (sign * value, perplexity[name]) for name, value in self.values.items()})
 
     def chart(self, perplexity: Mapping[str, float], baseline: str) -> PointChart:
         """Return a chart of perplexity against this speed, the front joined by a line."""

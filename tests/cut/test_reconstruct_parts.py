@@ -139,7 +139,7 @@ def test_more_processes_than_passes_take_shorter_passes(monkeypatch: pytest.Monk
     whole = passes()
     assert len(whole) == 2
     shares = []
-    monkeypatch.setattr(processes, "divided", lambda: True)
+    monkeypatch.setattr(processes, "is_divided", lambda: True)
     monkeypatch.setattr(processes, "alike", lambda _: True)
     monkeypatch.setattr(processes, "count", lambda: 4)
     for number in range(4):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyprune.runtime import device
-from pyprune.runtime.device import GPU_MARGIN, device_memory, parked, working_dtype
+from pyprune.runtime.device import GPU_MARGIN, device_memory, park, working_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_model_leaves_its_accelerator_for_a_while_and_comes_back_after_an_erro
     seen: list[str] = []
 
     def fail() -> None:
-        with parked(model, torch.device("cuda", 0)):
+        with park(model, torch.device("cuda", 0)):
             seen.extend(model.places)
             raise KeyError
 
@@ -108,7 +108,7 @@ def test_a_model_leaves_its_accelerator_for_a_while_and_comes_back_after_an_erro
         fail()
     assert seen == ["cpu"]
     assert model.places == ["cpu", "cuda:0"]
-    with parked(model, torch.device("cpu")):
+    with park(model, torch.device("cpu")):
         pass
     assert model.places == ["cpu", "cuda:0"], "it is there already"
 

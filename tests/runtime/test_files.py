@@ -20,7 +20,7 @@ from pyprune.runtime.files import (
     atomic_folder,
     check_file,
     check_output,
-    claimed,
+    claim_work_folder,
     foreign_names,
     read_json,
     seal,
@@ -176,12 +176,12 @@ def test_claims_nest_in_a_thread_and_exclude_others(tmp_path: Path) -> None:
 
     def other() -> None:
         try:
-            with claimed(tmp_path / "out"):
+            with claim_work_folder(tmp_path / "out"):
                 refused.append("")
         except OutputError as error:
             refused.append(str(error))
 
-    with claimed(tmp_path / "out"), claimed(tmp_path / "out"):
+    with claim_work_folder(tmp_path / "out"), claim_work_folder(tmp_path / "out"):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -194,8 +194,8 @@ def test_claims_nest_in_a_thread_and_exclude_others(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from pyprune.runtime.files import claimed
-with claimed(sys.argv[1]) as folder:
+from pyprune.runtime.files import claim_work_folder
+with claim_work_folder(sys.argv[1]) as folder:
     (folder / "part").mkdir()
     (folder / "part" / "half").write_text("x")
     print("held", flush=True)
@@ -209,7 +209,7 @@ def test_a_killed_run_holds_nothing_and_its_leftovers_go_with_the_next(tmp_path:
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, cwd=REPO) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(OutputError, match="Another run is writing"), claimed(out):
+        with pytest.raises(OutputError, match="Another run is writing"), claim_work_folder(out):
             pass
         process.kill()
     assert (work_folder(out) / "part" / "half").exists()
@@ -224,7 +224,7 @@ def test_a_run_that_was_killed_while_it_replaced_a_folder_is_settled(tmp_path: P
     work.mkdir()
     (work / MARK).touch()
     out.rename(work / "old")
-    with claimed(out):
+    with claim_work_folder(out):
         assert tree(out) == ["config.json", "pruning.json"]
     assert tree(tmp_path) == ["out", "out/config.json", "out/pruning.json"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pyprune.runtime.modes import evaluating, without_dropout
+from pyprune.runtime.modes import disable_dropout, evaluation_mode
 from tests._support.models import tiny_batch, tiny_model
 
 
@@ -25,9 +25,9 @@ def test_every_module_evaluates_and_comes_back_to_its_own_mode() -> None:
     made = model()
     before = modes(made)
     assert len(set(before)) == 2
-    with evaluating(made):
+    with evaluation_mode(made):
         assert not any(modes(made))
-        with evaluating(made):
+        with evaluation_mode(made):
             pass
         assert not any(modes(made)), "an inner block ends in the mode of the outer one"
     assert modes(made) == before
@@ -36,7 +36,7 @@ def test_every_module_evaluates_and_comes_back_to_its_own_mode() -> None:
 def test_an_error_leaves_the_modes_as_they_were() -> None:
     made = model()
     before = modes(made)
-    with pytest.raises(KeyboardInterrupt), evaluating(made):
+    with pytest.raises(KeyboardInterrupt), evaluation_mode(made):
         raise KeyboardInterrupt
     assert modes(made) == before
 
@@ -47,7 +47,7 @@ def test_nothing_is_dropped_in_training_mode_and_as_much_as_before_afterwards() 
     made.train()
     batch = tiny_batch()
     with torch.no_grad():
-        with without_dropout(made):
+        with disable_dropout(made):
             assert made.training
             still = made(batch).logits
             assert torch.equal(made(batch).logits, still)

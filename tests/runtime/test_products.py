@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pyprune.runtime import products
-from pyprune.runtime.modes import evaluating, training
+from pyprune.runtime.modes import evaluation_mode, training
 from pyprune.runtime.products import products_in, products_in_float32
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
@@ -86,7 +86,7 @@ def test_training_and_evaluation_multiply_in_float32_and_hold_what_they_held(
 
     shapes = {p.shape for p in model.parameters() if p.ndim == 2}
     with products_seen() as seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        with evaluating(model), torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             before = causal_loss(model, tiny_batch(1, 2, 8))
         with training(model, torch.device("cpu"), gradient_checkpointing=False):
             causal_loss(model, tiny_batch(1, 2, 8)).backward()
@@ -94,7 +94,7 @@ def test_training_and_evaluation_multiply_in_float32_and_hold_what_they_held(
     assert saved == {torch.bfloat16}, "the graph keeps no converted weight"
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
     wide = tiny_model(family).bfloat16().float()
-    with evaluating(wide), torch.no_grad():
+    with evaluation_mode(wide), torch.no_grad():
         assert float(before) == pytest.approx(float(causal_loss(wide, tiny_batch(1, 2, 8))), rel=1e-2)
 
 
@@ -102,13 +102,13 @@ def test_a_dtype_that_was_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch) -
     without_instructions(monkeypatch)
     model = torch.nn.Linear(4, 4).bfloat16()
     x = torch.ones(2, 4).bfloat16()
-    with products_seen() as seen, products_in("bfloat16"), evaluating(model):
+    with products_seen() as seen, products_in("bfloat16"), evaluation_mode(model):
         model(x)
-    with products_seen() as inside, evaluating(model), products_in("bfloat16"):
+    with products_seen() as inside, evaluation_mode(model), products_in("bfloat16"):
         model(x)
-    with products_seen() as auto, products_in("auto"), evaluating(model):
+    with products_seen() as auto, products_in("auto"), evaluation_mode(model):
         model(x)
-    with products_seen() as inference, evaluating(model), torch.inference_mode():
+    with products_seen() as inference, evaluation_mode(model), torch.inference_mode():
         model(x)
     assert inference == {torch.float32}
     assert (seen, inside, auto) == ({torch.bfloat16}, {torch.bfloat16}, {torch.float32})

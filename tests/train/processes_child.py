@@ -140,7 +140,7 @@ def peak_bytes() -> int:
     ids = torch.randint(0, SHAPES.vocab_size, (MEASURED.batch_size, LENGTH))
     # The profiler does not see the whole weights go, which were there before it; at the peak of parts they are gone.
     extra = extra_peak(lambda: train(model, ids, MEASURED), torch.device("cpu"))
-    return extra if processes.divided() else whole + extra
+    return extra if processes.is_divided() else whole + extra
 
 
 def _reconstructed(kinds: list[str] | None, batch_size: int) -> Any:
@@ -197,7 +197,7 @@ def _where(name: str) -> Any:
 def results(out: Path, names: list[str]) -> None:
     """Run cases, and write what came out."""
     for name in names:
-        with processes.dividing(Division(weights=_where(name))):
+        with processes.divide_training(Division(weights=_where(name))):
             model, report = CASES[name](out)
         weights = {n: p.detach() for n, p in model.named_parameters()}
         if isinstance(report, TrainReport | GateReport):
@@ -208,5 +208,5 @@ def results(out: Path, names: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with processes.joined("prune", may_divide=True):
+    with processes.join_processes("prune", may_divide=True):
         results(Path(sys.argv[1]), sys.argv[2:])

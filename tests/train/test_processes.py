@@ -524,7 +524,7 @@ def test_models_that_are_not_alike_or_not_shared_are_named(
     monkeypatch.setattr(processes, "alike", lambda _: False)
     with pytest.raises(ConfigError, match="different weights in one or in its dense model"):
         check_alike("one", "a", "")
-    monkeypatch.setattr(processes, "divided", lambda: True)
+    monkeypatch.setattr(processes, "is_divided", lambda: True)
     with pytest.raises(DataError, match="read different text"):
         processes.check_same_text(lambda: "a")
 
@@ -536,5 +536,5 @@ def test_layers_that_processes_would_leave_out_at_random_are_refused() -> None:
 
 def test_without_torchrun_nothing_is_divided() -> None:
     assert processes.count() == 1
-    with processes.dividing():
-        assert not processes.divided()
+    with processes.divide_training():
+        assert not processes.is_divided()

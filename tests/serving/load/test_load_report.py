@@ -14,7 +14,7 @@ import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.bench import named
-from pyprune.runtime.report import PointChart, Report, chart_svg, undominated, write_report
+from pyprune.runtime.report import PointChart, Report, chart_svg, pareto_front, write_report
 from pyprune.serving.speed.results import COLUMNS, MeasuredModel, Sample, SpeedReport, Workload
 from tests._support.cli import refused, run
 from tests._support.models import tiny_model
@@ -108,8 +108,8 @@ def test_names_are_short_and_never_the_same() -> None:
 
 def test_the_front_leaves_out_what_another_beats_in_everything() -> None:
     points = {"slow": (1.0, 9.0), "fast": (3.0, 1.0), "beaten": (3.0, 2.0), "twin": (1.0, 9.0)}
-    assert undominated(points) == ["slow", "fast", "twin"]
-    assert undominated({}) == []
+    assert pareto_front(points) == ["slow", "fast", "twin"]
+    assert pareto_front({}) == []
 
 
 def test_points_have_names_of_their_own_whatever_they_hold() -> None:

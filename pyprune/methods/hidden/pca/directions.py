@@ -97,7 +97,7 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
 
 def _agree_on_rotation(rotation: Tensor) -> Tensor:
     """Return one rotation for all processes that cut: different rounding would mix directions of equal strength."""
-    if not processes.divided():
+    if not processes.is_divided():
         return rotation
     return processes.from_first(rotation.cpu()).to(rotation.device)
 

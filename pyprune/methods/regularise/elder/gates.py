@@ -31,7 +31,7 @@ from pyprune.plan import PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.probe.streams import LayerRunner
 from pyprune.runtime import processes
-from pyprune.runtime.modes import frozen, without_dropout
+from pyprune.runtime.modes import disable_dropout, frozen
 from pyprune.train.loop import train
 from pyprune.train.objective import Objective, ParameterGroup, TrainReport
 from pyprune.train.sharded import is_divided
@@ -135,7 +135,7 @@ class GateObjective(Objective):
         self.gates = nn.Parameter(torch.ones(len(layers), device=dense.device))
         self.hooks = LayerHooks(layers, self._with_gate(), self._gate)
         if config.gradient_checkpointing:  # which Transformers only does in training mode
-            self.quiet.enter_context(without_dropout(model))
+            self.quiet.enter_context(disable_dropout(model))
         else:
             model.eval()
 
