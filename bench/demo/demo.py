@@ -255,7 +255,7 @@ class Demo:
         begin = time.monotonic()
         run.train_after_the_cut()
         seconds += time.monotonic() - begin
-        run.finished()
+        run.finish()
         measure_as(arm.trained)
         return model, found
 
