@@ -87,7 +87,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
         parameters=count_parameters(model),
         architecture=type(model).__name__,
         stock=target.stock is not None,
-        reasons=target.stock_obstacles,
+        reasons=target.reasons,
     )
 
 

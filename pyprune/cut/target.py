@@ -25,7 +25,7 @@ class Target:
     Attributes:
         config: configuration of the compacted model.
         stock: the stock rule that fits, or None for the pruned architecture.
-        reasons: the obstacle of each stock rule that was tried.
+        reasons: the obstacles of all stock rules; empty if one fits.
         zero_biases: (pattern, axis) of biases that the stock target has and the source lacks.
     """
 
@@ -33,11 +33,6 @@ class Target:
     stock: StockTarget | None
     reasons: tuple[str, ...]
     zero_biases: tuple[tuple[str, Axis], ...] = ()
-
-    @property
-    def stock_obstacles(self) -> tuple[str, ...]:
-        """Obstacles of all stock architectures; empty if one fits."""
-        return () if self.stock else self.reasons
 
 
 def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
@@ -53,7 +48,7 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
         reason = stock.obstacle(config, plan)
         if not reason:
             zeros = stock.zero_biases(config)
-            return Target(_stock_config(family, config, plan, stock), stock, tuple(reasons), zeros)
+            return Target(_stock_config(family, config, plan, stock), stock, (), zeros)
         reasons.append(f"{stock.model_type}: {reason}")
     return Target(_pruned_config(family, config, plan), None, tuple(reasons))
 

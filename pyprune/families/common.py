@@ -122,20 +122,30 @@ def decoder_rows(*, attention_bias: bool = False, mlp_bias: bool = False) -> tup
     )
 
 
-def width_obstacle(plan: PrunePlan) -> str | None:
+Obstacle = Callable[["PretrainedConfig", PrunePlan], "str | None"]
+"""(dense config, plan) -> reason why a stock architecture cannot hold the plan, or None."""
+
+
+def first_obstacle(*checks: Obstacle) -> Obstacle:
+    """Combine checks into one that returns the first obstacle."""
+    return lambda config, plan: next(filter(None, (check(config, plan) for check in checks)), None)
+
+
+def width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Explain why no stock architecture can hold the plan's widths; None if one can."""
     return None if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
 
 
-def heads_obstacle(plan: PrunePlan) -> str | None:
+def heads_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Explain why the sliced hidden size breaks the rule that heads divide it; None if it does not."""
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
     return None if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
 
 
-def output_bias_obstacle(config: PretrainedConfig, name: str) -> str | None:
-    """Explain why an architecture without biases on output projections cannot hold a compensated model, or None."""
-    return f"{name} has no biases on its output projections" if getattr(config, "output_bias", False) else None
+def output_bias_obstacle(name: str) -> Obstacle:
+    """Make the check of an architecture without biases on output projections: it cannot hold a compensated model."""
+    reason = f"{name} has no biases on its output projections"
+    return lambda config, plan: reason if getattr(config, "output_bias", False) else None
 
 
 def tied_head_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
@@ -144,7 +154,7 @@ def tied_head_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     return "a tied head reads what the LayerNorm gauge shifts" if tied else None
 
 
-_QKV_BIASES: tuple[tuple[str, Axis], ...] = (
+QKV_BIASES: tuple[tuple[str, Axis], ...] = (
     (LAYER + "self_attn.q_proj.bias", "heads"),
     (LAYER + "self_attn.k_proj.bias", "kv_heads"),
     (LAYER + "self_attn.v_proj.bias", "kv_heads"),
@@ -155,9 +165,7 @@ _UP_BIASES: tuple[tuple[str, Axis], ...] = (
 )
 
 
-def biased_target(
-    model_type: str, obstacle: Callable[[PretrainedConfig, PrunePlan], str | None], *, qkv_biases: bool = False
-) -> StockTarget:
+def biased_target(model_type: str, obstacle: Obstacle, *, qkv_biases: bool = False) -> StockTarget:
     """Make a target with LLaMA's two switches for biases, ``attention_bias`` and ``mlp_bias``.
 
     Each switch stands for all projections of a block, so biases that the source lacks become zeros.
@@ -178,7 +186,7 @@ def _bias_flags(always_qkv: bool, config: PretrainedConfig) -> dict[str, Any]:
 
 def _zero_biases(always_qkv: bool, config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
     qkv, output, up = _biases_of(always_qkv, config)
-    zeros = _QKV_BIASES if output and not qkv else ()
+    zeros = QKV_BIASES if output and not qkv else ()
     zeros += _UP_BIASES if output and not up else ()
     # A source with q/k/v biases alone (Qwen2) has none on the output projection.
     if qkv and not output and not getattr(config, "attention_bias", False):

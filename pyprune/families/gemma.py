@@ -11,6 +11,7 @@ from pyprune.families.common import (
     HEAD_NORMS,
     LAYER,
     attention_rows,
+    first_obstacle,
     gated_mlp_rows,
     heads_obstacle,
     norm_rows,
@@ -18,16 +19,12 @@ from pyprune.families.common import (
     width_obstacle,
 )
 from pyprune.families.gguf_forms import BLOCK, NORMED_DECODER, GgufForm, GgufSizes
-from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _gemma3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return output_bias_obstacle(config, "Gemma 3's MLP") or width_obstacle(plan) or heads_obstacle(plan)
-
-
+_STOCK_OBSTACLE = first_obstacle(output_bias_obstacle("Gemma 3's MLP"), width_obstacle, heads_obstacle)
 _ROWS = (
     EMBEDDING,
     *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),
@@ -105,7 +102,7 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
         gguf=(_GGUF,),
         rows=_ROWS,
-        stock_targets=(StockTarget("gemma3_text", _gemma3_obstacle),),
+        stock_targets=(StockTarget("gemma3_text", _STOCK_OBSTACLE),),
         unit_offset_norm=True,
         scaled_embedding=True,
         begins_with_bos=True,

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pyprune.families.base import Family, StockClasses
 from pyprune.families.common import biased_target, decoder_rows, width_obstacle
 from pyprune.families.gguf_forms import LLAMA
-from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-def _granite_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return width_obstacle(plan)
 
 
 def _factors(config: PretrainedConfig) -> dict[str, Any]:
@@ -37,6 +32,6 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:ScaledDecoderLayer",
         gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
-        stock_targets=(biased_target("granite", _granite_obstacle),),
+        stock_targets=(biased_target("granite", width_obstacle),),
     ),
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses, StockTarget
-from pyprune.families.common import biased_target, decoder_rows, heads_obstacle, output_bias_obstacle, width_obstacle
+from pyprune.families.common import (
+    biased_target,
+    decoder_rows,
+    first_obstacle,
+    heads_obstacle,
+    output_bias_obstacle,
+    width_obstacle,
+)
 from pyprune.families.gguf_forms import DECI, LLAMA
 from pyprune.plan import PrunePlan
 
@@ -13,25 +20,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _llama_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return width_obstacle(plan) or heads_obstacle(plan)
+def _bias_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    return "Mistral has no biases" if biased else None
 
 
-def _mistral_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        return "Mistral has no biases"
-    return output_bias_obstacle(config, "Mistral") or width_obstacle(plan)
-
-
-def _llama_obstacle_of_mistral(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    if getattr(config, "sliding_window", None) is not None:
-        return "LLaMA has no sliding window"
-    return _llama_obstacle(config, plan)
+def _window_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return None if getattr(config, "sliding_window", None) is None else "LLaMA has no sliding window"
 
 
 def _no_window(config: PretrainedConfig) -> dict[str, Any]:
     return {"sliding_window": None}
 
+
+_MISTRAL_OBSTACLE = first_obstacle(_bias_obstacle, output_bias_obstacle("Mistral"), width_obstacle)
 
 FAMILIES = (
     Family(
@@ -41,8 +43,8 @@ FAMILIES = (
         gguf=(LLAMA, DECI),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(
-            biased_target("llama", _llama_obstacle),
-            StockTarget("mistral", _mistral_obstacle, _no_window),
+            biased_target("llama", first_obstacle(width_obstacle, heads_obstacle)),
+            StockTarget("mistral", _MISTRAL_OBSTACLE, _no_window),
         ),
     ),
     Family(
@@ -52,8 +54,8 @@ FAMILIES = (
         gguf=(LLAMA, DECI),
         rows=decoder_rows(),
         stock_targets=(
-            StockTarget("mistral", _mistral_obstacle),
-            biased_target("llama", _llama_obstacle_of_mistral),
+            StockTarget("mistral", _MISTRAL_OBSTACLE),
+            biased_target("llama", first_obstacle(_window_obstacle, width_obstacle, heads_obstacle)),
         ),
     ),
 )

@@ -6,28 +6,18 @@ whole projection, so that removing heads rescales the rest (``width_norm`` in th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pyprune.families.base import Family, StockClasses, StockTarget
 from pyprune.families.common import (
     EMBEDDING,
     HEAD,
     LAYER,
     attention_rows,
+    first_obstacle,
     gated_mlp_rows,
     norm_rows,
     output_bias_obstacle,
     width_obstacle,
 )
-from pyprune.plan import PrunePlan
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
-def _olmo2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return output_bias_obstacle(config, "OLMo 2's MLP") or width_obstacle(plan)
-
 
 _ROWS = (
     EMBEDDING,
@@ -44,7 +34,7 @@ FAMILIES = (
         model_type="olmo2",
         classes=StockClasses.of_transformers("olmo2", "Olmo2"),
         rows=_ROWS,
-        stock_targets=(StockTarget("olmo2", _olmo2_obstacle),),
+        stock_targets=(StockTarget("olmo2", first_obstacle(output_bias_obstacle("OLMo 2's MLP"), width_obstacle)),),
         vllm_layer="pyprune.serving.vllm.layers:Olmo2DecoderLayer",
     ),
 )

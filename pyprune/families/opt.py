@@ -35,7 +35,7 @@ def _opt_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
         return "OPT's stock LayerNorm cannot divide by the original hidden size"
     if heads != plan.dense.num_attention_heads:
         return "OPT's stock attention has no explicit head_dim"
-    return width_obstacle(plan)
+    return width_obstacle(config, plan)
 
 
 def _build_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:

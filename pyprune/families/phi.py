@@ -10,13 +10,13 @@ from pyprune.families.common import (
     HEAD,
     LAYER,
     attention_rows,
+    first_obstacle,
     norm_rows,
     plain_mlp_rows,
     tied_head_obstacle,
     width_obstacle,
 )
 from pyprune.families.gguf_forms import ATTENTION, BLOCK, DECODER_BIASES, OUTER, GgufForm, GgufSizes, square_obstacle
-from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,10 +26,6 @@ def _refuse(config: PretrainedConfig) -> str | None:
     if config.qk_layernorm:
         return "qk_layernorm is True; its size is derived from hidden_size and cannot be sliced."
     return None
-
-
-def _phi_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return tied_head_obstacle(config, plan) or width_obstacle(plan)
 
 
 _ROWS = (
@@ -70,7 +66,7 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:PhiDecoderLayer",
         gguf=(_PHI2,),
         rows=_ROWS,
-        stock_targets=(StockTarget("phi", _phi_obstacle),),
+        stock_targets=(StockTarget("phi", first_obstacle(tied_head_obstacle, width_obstacle)),),
         norm="layer",
         gauge=True,
         carries_output_bias=False,

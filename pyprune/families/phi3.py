@@ -9,6 +9,7 @@ from pyprune.families.common import (
     EMBEDDING,
     HEAD,
     LAYER,
+    first_obstacle,
     input_rows,
     norm_rows,
     output_bias_obstacle,
@@ -19,10 +20,6 @@ from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-def _phi3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return output_bias_obstacle(config, "Phi-3") or width_obstacle(plan) or _longrope_obstacle(config, plan)
 
 
 def _longrope_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
@@ -55,6 +52,8 @@ FAMILIES = (
             *norm_rows("model.norm", "final_norm"),
             HEAD,
         ),
-        stock_targets=(StockTarget("phi3", _phi3_obstacle),),
+        stock_targets=(
+            StockTarget("phi3", first_obstacle(output_bias_obstacle("Phi-3"), width_obstacle, _longrope_obstacle)),
+        ),
     ),
 )

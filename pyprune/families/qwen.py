@@ -10,6 +10,7 @@ from pyprune.families.common import (
     HEAD_NORMS,
     biased_target,
     decoder_rows,
+    first_obstacle,
     heads_obstacle,
     output_bias_obstacle,
     width_obstacle,
@@ -29,21 +30,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def _qwen2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+def _head_dim_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
-    if plan.dense.head_dim * heads != hidden:
-        return f"serving engines derive Qwen2's head_dim as {hidden} / {heads}, not {plan.dense.head_dim}"
-    return output_bias_obstacle(config, "Qwen2") or width_obstacle(plan)
+    if plan.dense.head_dim * heads == hidden:
+        return None
+    return f"serving engines derive Qwen2's head_dim as {hidden} / {heads}, not {plan.dense.head_dim}"
 
 
-def _llama_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    if "sliding_attention" in config.layer_types:
-        return "LLaMA has no sliding-window layers"
-    return width_obstacle(plan) or heads_obstacle(plan)
-
-
-def _qwen3_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return output_bias_obstacle(config, "Qwen3's MLP") or width_obstacle(plan)
+def _window_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    return "LLaMA has no sliding-window layers" if "sliding_attention" in config.layer_types else None
 
 
 def _partial_window_obstacle(config: Mapping[str, Any]) -> str | None:
@@ -74,8 +69,8 @@ FAMILIES = (
         gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, obstacle=square_obstacle), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
-            StockTarget("qwen2", _qwen2_obstacle),
-            biased_target("llama", _llama_obstacle, qkv_biases=True),
+            StockTarget("qwen2", first_obstacle(_head_dim_obstacle, output_bias_obstacle("Qwen2"), width_obstacle)),
+            biased_target("llama", first_obstacle(_window_obstacle, width_obstacle, heads_obstacle), qkv_biases=True),
         ),
     ),
     Family(
@@ -88,6 +83,6 @@ FAMILIES = (
             GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, obstacle=_openelm_obstacle),
         ),
         rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),
-        stock_targets=(StockTarget("qwen3", _qwen3_obstacle),),
+        stock_targets=(StockTarget("qwen3", first_obstacle(output_bias_obstacle("Qwen3's MLP"), width_obstacle)),),
     ),
 )

@@ -9,20 +9,17 @@ from pyprune.families.common import (
     EMBEDDING,
     HEAD,
     LAYER,
+    QKV_BIASES,
     attention_rows,
+    first_obstacle,
     norm_rows,
     plain_mlp_rows,
     tied_head_obstacle,
     width_obstacle,
 )
-from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-def _starcoder2_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
-    return tied_head_obstacle(config, plan) or width_obstacle(plan)
 
 
 def _bias_switch(config: PretrainedConfig) -> dict[str, Any]:
@@ -33,12 +30,7 @@ def _zero_biases(config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
     """The one switch stands for all projections; compensation brings biases on the output projections only."""
     if config.use_bias or not getattr(config, "output_bias", False):
         return ()
-    return (
-        (LAYER + "self_attn.q_proj.bias", "heads"),
-        (LAYER + "self_attn.k_proj.bias", "kv_heads"),
-        (LAYER + "self_attn.v_proj.bias", "kv_heads"),
-        (LAYER + "mlp.c_fc.bias", "ffn"),
-    )
+    return (*QKV_BIASES, (LAYER + "mlp.c_fc.bias", "ffn"))
 
 
 _ROWS = (
@@ -57,7 +49,9 @@ FAMILIES = (
         classes=StockClasses.of_transformers("starcoder2", "Starcoder2"),
         vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
         rows=_ROWS,
-        stock_targets=(StockTarget("starcoder2", _starcoder2_obstacle, _bias_switch, _zero_biases),),
+        stock_targets=(
+            StockTarget("starcoder2", first_obstacle(tied_head_obstacle, width_obstacle), _bias_switch, _zero_biases),
+        ),
         norm="layer",
         gauge=True,
     ),

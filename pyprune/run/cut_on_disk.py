@@ -106,7 +106,7 @@ class StreamedCut:
             parameters=sum(math.prod(e.shape) for e in self._entries),
             architecture=type(self._model).__name__,
             stock=self._target.stock is not None,
-            reasons=self._target.stock_obstacles,
+            reasons=self._target.reasons,
         )
 
     def write(

@@ -39,10 +39,9 @@ AutoModelForCausalLM.register(ElsewhereConfig, ElsewhereForCausalLM, exist_ok=Tr
 """
 FAMILY = """
 from pyprune.families import Family, Row, StockClasses, StockTarget, common
-from pyprune.families.common import decoder_rows, heads_obstacle, output_bias_obstacle, width_obstacle
+from pyprune.families.common import decoder_rows, first_obstacle, heads_obstacle, output_bias_obstacle, width_obstacle
 
-def obstacle(config, plan):
-    return output_bias_obstacle(config, "Elsewhere") or width_obstacle(plan) or heads_obstacle(plan)
+obstacle = first_obstacle(output_bias_obstacle("Elsewhere"), width_obstacle, heads_obstacle)
 
 FAMILIES = (
     Family(

@@ -275,7 +275,7 @@ def make_ranking(model: PreTrainedModel, request: PlanRequest) -> Ranking:
     biases = request.reconstruct == "bias"
 
     def stock_obstacles(plan: PrunePlan) -> tuple[str, ...]:
-        return target_of(model, plan, biases=biases).stock_obstacles
+        return target_of(model, plan, biases=biases).reasons
 
     return Ranking(request, scope, stock_obstacles)
 
