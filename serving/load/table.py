@@ -61,18 +61,9 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
     gib = f"{report.options.kv_gib:g} GiB"
     has_gpu = any(model.gpu_memory is not None for model in report.models.values())
     columns = (
-        "Model",
-        "PR",
-        "PPL",
-        "Parameters",
-        "Bytes",
-        "Until healthy (s)",
-        "Compiling (s)",
-        "Peak host memory (MB)",
+        *("Model", "PR", "PPL", "Parameters", "Bytes", "Until healthy (s)", "Compiling (s)", "Peak host memory (MB)"),
         *([GPU_MEMORY] if has_gpu else []),
-        "KV bytes/token",
-        f"Sequences in {gib}",
-        "Server says",
+        *("KV bytes/token", f"Sequences in {gib}", "Server says"),
     )
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (

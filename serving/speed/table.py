@@ -11,17 +11,7 @@ from pyprune.serving.speed.precision import Interval
 from pyprune.serving.speed.results import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
 from pyprune.serving.stats import named_variables, vllm_release
 
-HEADER = (
-    "Model",
-    "PR",
-    "PPL",
-    "Tokens/s",
-    "TI",
-    "Latency (ms)",
-    "Speedup",
-    "Parameters",
-    "Bytes",
-)
+HEADER = ("Model", "PR", "PPL", "Tokens/s", "TI", "Latency (ms)", "Speedup", "Parameters", "Bytes")
 EDGE = ("Format", "Load (s)", "Memory (MB)")
 RATIOS = {"generation": "TI", "prompt": "Speedup"}
 """Column -> the name of the ratio in it."""

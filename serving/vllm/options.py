@@ -20,6 +20,13 @@ from pyprune.serving.checkpoints import Hub, refuse_damaged
 NO_COMPILATION = "TORCH_COMPILE_DISABLE"
 """Environment variable that switches compilation off where it is 1."""
 
+_TEXTS = (
+    *("--revision", "--served-model-name", "--download-dir", "--dtype", "--kv-cache-dtype", "--kv-cache-memory-bytes"),
+    *("--gpu-memory-utilization --device-memory-utilization", "--max-model-len", "--max-num-batched-tokens"),
+    *("--performance-mode", "--distributed-executor-backend", "--nnodes -n", "--compilation-config -cc"),
+    *("--optimization-level -O", "--speculative-config -sc", "--spec-method", "--spec-model"),
+)
+"""Names of the options whose value is read as text."""
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
 _SUFFIXES = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 
@@ -39,24 +46,10 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
         "draft_ranks": its tensor parallel size, None = the target's.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
-    parser.add_argument("--revision")
-    parser.add_argument("--served-model-name")
-    parser.add_argument("--download-dir")
+    for names in _TEXTS:
+        parser.add_argument(*names.split())
     parser.add_argument("--hf-token", nargs="?", const=True)
-    parser.add_argument("--kv-cache-memory-bytes")
-    parser.add_argument("--gpu-memory-utilization", "--device-memory-utilization")
-    parser.add_argument("--max-model-len")
     parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--nnodes", "-n")
-    parser.add_argument("--compilation-config", "-cc")
-    for name in ("max-num-batched-tokens", "performance-mode", "distributed-executor-backend"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--kv-cache-dtype")
-    parser.add_argument("--dtype")
-    parser.add_argument("--optimization-level", "-O")
-    parser.add_argument("--speculative-config", "-sc")
-    parser.add_argument("--spec-method")
-    parser.add_argument("--spec-model")
     parser.add_argument("--lora-modules", nargs="+", default=())
     for switch in ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager"):
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
