@@ -15,15 +15,15 @@ from pyprune import PrunePlan, build_config, evaluate, load_model, prune
 from pyprune.families import family_for
 
 
-def by_hand(model: str) -> PrunePlan:
-    """The dense model without the layer in its middle."""
+def drop_middle_layer(model: str) -> PrunePlan:
+    """Plan the dense model without the layer in its middle."""
     dense, _ = load_model(model)
     everything = family_for(dense).plan(dense.config)
     return everything.drop_layers([len(everything.layers) // 2])
 
 
-def edited(plan: PrunePlan) -> PrunePlan:
-    """The same with half of the last layer's FFN channels."""
+def halve_last_ffn(plan: PrunePlan) -> PrunePlan:
+    """Keep half of the last layer's FFN channels."""
     last = plan.layers[-1]
     return plan.with_layer(last.index, ffn=last.ffn[: len(last.ffn) // 2])
 
@@ -39,8 +39,8 @@ def main() -> None:
 
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    first = by_hand(args.model)
-    for name, plan in {"by-hand": first, "edited": edited(first)}.items():
+    first = drop_middle_layer(args.model)
+    for name, plan in {"by-hand": first, "edited": halve_last_ffn(first)}.items():
         file = out / f"{name}.json"
         file.write_text(plan.to_json(), encoding="utf-8")
         config = build_config(options={"plan": str(file)})  # no method: the plan is applied as it is
