@@ -122,7 +122,7 @@ def test_such_a_folder_is_exported_for_vllm_and_not_cut_again(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ({"0": {"head_dim": 8}}, "gives layer 0 a head_dim of its own; read are num_attention_heads"),
+        ({"0": {"head_dim": 8}}, "gives layer 0 a separate head_dim; read are num_attention_heads"),
         ({"9": {"intermediate_size": 8}}, "names layer '9'; there are 4"),
         ({"-1": {"intermediate_size": 8}}, "names layer '-1'; there are 4"),
         ({"0": {"intermediate_size": "8"}}, "the intermediate_size '8', no whole number"),
