@@ -404,6 +404,14 @@ def test_an_error_of_the_machine_leaves_no_work_folder(tmp_path: Path) -> None:
     assert not (tmp_path / ".out.work").exists()
 
 
+def test_text_under_its_former_names_is_read_with_a_warning(text: Path) -> None:
+    settings = config(text, method="taylor", ratio=0.2, ratio_of="parameters", stages={"before": []})
+    samples = tiny_batch(1, 6, 32)
+    with pytest.warns(FutureWarning, match="'regularise' is called 'data'"):
+        former = prune_(tiny_model("llama"), {"regularise": samples}, settings)
+    assert former.plan == prune_(tiny_model("llama"), {"data": samples}, settings).plan
+
+
 def test_text_under_a_name_that_no_stage_reads_is_refused(model_folder: Path, text: Path) -> None:
     model, tokenizer = load_model(model_folder)
     settings = config(text, method="random", ratio=0.2, ratio_of="parameters", stages={"before": []})
