@@ -18,7 +18,6 @@ from pyprune.checkpoint.gguf_config import check_architecture, complete_config
 from pyprune.checkpoint.plausible import (
     CONFIG,
     check_config,
-    check_layers,
     check_parameters,
     is_exported_quantisation,
     read_config,
@@ -96,8 +95,12 @@ def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool =
     local = os.path.isdir(source)
     raw = checked_values(source, options, quantised=quantised)
     tensors, elements = stored_elements(Path(source)) if local else (0, 0)
-    if local:
-        check_layers(raw.get("num_hidden_layers"), tensors, source)
+    layers = raw.get("num_hidden_layers")
+    if local and type(layers) is int and layers > tensors:
+        raise CheckpointError(
+            f"{CONFIG} of {source} describes {layers} layers, but its files hold {tensors} tensors. The checkpoint is "
+            "incomplete or its config.json was changed."
+        )
     if is_exported_quantisation(raw):
         elements *= QUANTISED_PER_ELEMENT
     config = config_of(source, **options)
@@ -167,8 +170,6 @@ def check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
     refuse_adapter(folder)
     if gguf_file is not None and not os.path.isfile(folder / gguf_file):
         raise CheckpointError(f"{folder} has no file {shown(gguf_file)}.")
-    if gguf_file is None and not os.path.isfile(folder / CONFIG):
-        raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
     if os.path.isfile(folder / GENERATION):
         read_mapping(folder / GENERATION)  # Transformers leaves a damaged one out in silence
     if has_record(folder):

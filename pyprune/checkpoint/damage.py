@@ -14,7 +14,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from pyprune.errors import CheckpointError, PypruneError, UnsupportedModelError, shown
-from pyprune.runtime.files import read_json
+from pyprune.runtime.files import JSON_BYTES, read_json
 from pyprune.runtime.limits import one_line
 
 
@@ -23,17 +23,20 @@ def named(source: str) -> str:
     return source if source.isprintable() and len(source) <= 300 else shown(source)
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     """A JSON file that holds one object, such as tokenizer.json.
 
     Raises:
         CheckpointError: it holds something else, or is cut off; the message names the file.
     """
     try:
-        data = read_json(path)
-    except (OSError, ValueError) as error:
+        data = read_json(path, limit)
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+    except ValueError as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated or damaged; fetch or write it again."
+            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated or damaged, or no JSON in UTF-8 "
+            "(without a byte order mark, comments and commas at the end). Correct it, or fetch or write it again."
         ) from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {shown(data)}, where an object in braces belongs; fetch it again.")

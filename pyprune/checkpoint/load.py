@@ -11,14 +11,14 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
 from pyprune.checkpoint.configuration import (
     check_folder,
@@ -33,9 +33,9 @@ from pyprune.checkpoint.damage import actionable, named
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.plausible import CONFIG, check_config, check_parameters, read_config
-from pyprune.checkpoint.record import has_record, inherited_facts, read_pruning_json, read_record
-from pyprune.checkpoint.shards import TensorFiles, check_finite, has_safetensors, weight_files
-from pyprune.checkpoint.stored import StoredModel, folder_with_safetensors
+from pyprune.checkpoint.record import has_record, read_pruning_json, read_record
+from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors, weight_files
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.families import parameter_shapes
@@ -43,6 +43,9 @@ from pyprune.modeling.configuration import PrunedConfigMixin
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
 from pyprune.runtime.progress import quiet
+
+OPTIONAL_FILES = ("generation_config.json", "adapter_config.json")
+"""Files that some repositories have in addition to config.json and weights; a folder with an adapter is refused."""
 
 
 class Reading(TypedDict, total=False):
@@ -98,7 +101,20 @@ class ModelSource:
         Raises:
             CheckpointError: the repository cannot be read.
         """
-        return folder_with_safetensors(self.name, self.revision)
+        if os.path.isdir(self.name):
+            return Path(self.name) if has_safetensors(Path(self.name)) else None
+        maybe = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+        get = partial(cached_file, self.name, revision=self.revision)
+        with actionable(self.name), quiet("transformers"):
+            config = get(CONFIG)
+            for name in OPTIONAL_FILES:
+                get(name, **maybe)
+            if get(SINGLE, **maybe) is None:
+                index = get(INDEX, **maybe)
+                if index is None:
+                    return None
+                get_checkpoint_shard_files(self.name, index, revision=self.revision)
+        return Path(str(config)).parent
 
     @cached_property
     def record(self) -> PruningRecord | None:
@@ -115,8 +131,21 @@ class ModelSource:
         return str(self.record.provenance.get("training_marks", "")) if self.record is not None else ""
 
     def inherited_facts(self, *, verify_files: bool = False) -> dict[str, Any]:
-        """Return the entries that a checkpoint made from this one takes over; see :func:`inherited_facts`."""
-        return inherited_facts(self.name, revision=self.revision, verify_files=verify_files)
+        """Return the entries that the record of a checkpoint made from this one takes over from its record.
+
+        Returns:
+            "training_marks", because the new weights have seen that text too, and all other entries under "before";
+            nothing where pyprune did not write the source.
+
+        Raises:
+            CheckpointError: the record is damaged; or with ``verify_files`` one of the files that it lists.
+        """
+        record = read_record(self.name, revision=self.revision, verify_files=True) if verify_files else self.record
+        if record is None:
+            return {}
+        before = dict(record.provenance)
+        marks = before.pop("training_marks", "")
+        return {"training_marks": marks, "before": before}
 
     @cached_property
     def config(self) -> PretrainedConfig:

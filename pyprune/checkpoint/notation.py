@@ -17,16 +17,19 @@ from pyprune.families import all_families
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def write_older_notation(folder: Path) -> None:
+def write_older_notation(folder: Path, dtype: str | None = None) -> None:
     """Add the older entries to config.json of a stock architecture; others are read with Transformers 5 alone.
 
     Args:
         folder: of a checkpoint that is being written.
+        dtype: of the written weights, where it is not that of the weights in memory, which save_pretrained records.
     """
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    if config["model_type"] in all_families():
-        path.write_text(json.dumps(config | older_entries(config), indent=2) + "\n", encoding="utf-8")
+    if dtype is not None:
+        config["dtype"] = dtype
+    older = older_entries(config) if config["model_type"] in all_families() else {}
+    path.write_text(json.dumps(config | older, indent=2) + "\n", encoding="utf-8")
 
 
 def older_entries(config: Mapping[str, Any]) -> dict[str, Any]:

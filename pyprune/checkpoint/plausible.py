@@ -17,9 +17,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pyprune.checkpoint.damage import read_mapping
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX, MAX_LAYERS
-from pyprune.runtime.files import read_json
 
 CONFIG = "config.json"
 CONFIG_BYTES = 16 << 20
@@ -67,17 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not os.path.isfile(path):
         raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
-    try:
-        config = read_json(path, CONFIG_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}. Is {folder} a checkpoint folder?") from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON ({str(error)[:300]}): it is damaged, or no JSON in UTF-8 (without a byte order "
-            "mark, comments and commas at the end). Correct it, or fetch it again."
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} does not describe a language model (it is {shown(config)}).")
+    config = read_mapping(path, CONFIG_BYTES)
     if config.get("transformers_weights") is not None:
         raise CheckpointError(
             f"{path} names the file of its weights ({shown(config['transformers_weights'])}), which only some readers "
@@ -102,7 +92,7 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
     for name, most in COUNTS.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
-            raise not_allowed(source, name, value, f"whole numbers from 1 to {most:,}")
+            raise _not_allowed(source, name, value, f"whole numbers from 1 to {most:,}")
     _check_numbers(config, source)
     _check_named_values(config, source)
     for name in ("quantization_config", "compression_config"):
@@ -120,7 +110,7 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
             )
 
 
-def not_allowed(source: str, name: str, value: Any, allowed: str) -> CheckpointError:
+def _not_allowed(source: str, name: str, value: Any, allowed: str) -> CheckpointError:
     """The error of a value in config.json that no model has: which field, its value, what is allowed.
 
     Args:
@@ -143,32 +133,32 @@ def _check_named_values(config: Mapping[str, Any], source: str) -> None:
 
     rows, pad = config.get("vocab_size"), config.get("pad_token_id")
     if isinstance(rows, int) and isinstance(pad, int) and pad >= rows:
-        raise not_allowed(source, "pad_token_id", pad, f"0 to {rows - 1} (vocab_size is {rows}) and null")
+        raise _not_allowed(source, "pad_token_id", pad, f"0 to {rows - 1} (vocab_size is {rows}) and null")
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
-        raise not_allowed(source, "layer_types", kinds, f"lists of {layers} entries, one for each layer")
+        raise _not_allowed(source, "layer_types", kinds, f"lists of {layers} entries, one for each layer")
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         if isinstance(config.get(name), str) and config[name] not in ACT2FN:
-            raise not_allowed(source, name, config[name], "the activations of Transformers, such as silu and gelu")
+            raise _not_allowed(source, name, config[name], "the activations of Transformers, such as silu and gelu")
     for name in ("dtype", "torch_dtype"):
         value = config.get(name)
         if isinstance(value, str) and not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
-            raise not_allowed(source, name, value, "the dtypes of torch, such as float32 and bfloat16")
+            raise _not_allowed(source, name, value, "the dtypes of torch, such as float32 and bfloat16")
     known = {*ROPE_INIT_FUNCTIONS, "default", "mrope", "su"}  # the early name of longrope
     for field in ("rope_parameters", "rope_scaling"):
         for rope in _ropes(config.get(field)):
             kind = rope.get("rope_type", rope.get("type"))
             if isinstance(kind, str) and kind not in known:
-                raise not_allowed(source, f"{field}.rope_type", kind, ", ".join(sorted(known)))
+                raise _not_allowed(source, f"{field}.rope_type", kind, ", ".join(sorted(known)))
 
 
 def _check_numbers(config: Mapping[str, Any], source: str) -> None:
     for name, value in _numbers(config):
         last = name.rpartition(".")[2]
         if not math.isfinite(value):  # JSON has neither, Python's reader takes both
-            raise not_allowed(source, name, value, "finite numbers")
+            raise _not_allowed(source, name, value, "finite numbers")
         if (last == "rope_theta" and value <= 0) or (last.endswith(("_eps", "_epsilon")) and value < 0):
-            raise not_allowed(source, name, value, "numbers above 0")
+            raise _not_allowed(source, name, value, "numbers above 0")
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -239,19 +229,6 @@ def _check_pickled(path: Path) -> None:
         unpacked = sum(member.file_size for member in archive.infolist())
     if unpacked > size:
         raise CheckpointError(f"{path} unpacks to {unpacked:,} bytes; it was not written by torch and was not read.")
-
-
-def check_layers(layers: Any, tensors: int, source: str) -> None:
-    """Refuse more layers than the files have tensors.
-
-    Raises:
-        CheckpointError: the message has both numbers.
-    """
-    if type(layers) is int and layers > tensors:
-        raise CheckpointError(
-            f"{CONFIG} of {source} describes {layers} layers, but its files hold {tensors} tensors. The checkpoint is "
-            "incomplete or its config.json was changed."
-        )
 
 
 def check_parameters(config: Any, elements: int, source: str) -> Any:

@@ -176,24 +176,6 @@ def _are_marks(value: Any) -> bool:
         return False
 
 
-def inherited_facts(source: str | Path, *, revision: str | None = None, verify_files: bool = False) -> dict[str, Any]:
-    """What the record of a checkpoint made from another one takes over from its source's, if that has one.
-
-    Returns:
-        "training_marks", because the new weights have seen that text too, and everything else under "before"; nothing
-        for what pyprune did not write.
-
-    Raises:
-        CheckpointError: the source's record is damaged; or with ``verify_files`` one of the files it lists.
-    """
-    record = read_record(source, revision=revision, verify_files=verify_files)
-    if record is None:
-        return {}
-    before = dict(record.provenance)
-    marks = before.pop("training_marks", "")
-    return {"training_marks": marks, "before": before}
-
-
 def take_measured(facts: dict[str, Any]) -> dict[str, Any]:
     """Take the figures that were measured out of ``facts``, for a checkpoint of other weights, and return them."""
     return {name: facts.pop(name) for name in ("quality", "speed") if name in facts}

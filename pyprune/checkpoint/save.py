@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +63,7 @@ def save_checkpoint(
     facts["dtype"] = dtype or str(model.dtype).removeprefix("torch.")
     with atomic_folder(out, overwrite=overwrite) as temporary:
         _save_weights(model, temporary, dtype, trained=trained)
-        write_older_notation(temporary)
+        write_older_notation(temporary, dtype)
         write_tokenizer(tokenizer, temporary)
         if convert is not None:
             convert(temporary)
@@ -86,10 +85,6 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
             model.save_pretrained(folder, state_dict=state)
     finally:
         model.config.dtype = kept
-    # save_pretrained records the dtype of the weights in memory; the file must name that of the weights in it.
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def converted(name: str, weight: torch.Tensor, dtype: torch.dtype, *, trained: bool = False) -> torch.Tensor:

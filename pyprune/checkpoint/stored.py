@@ -16,57 +16,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from pyprune.checkpoint.configuration import read_dense_config
-from pyprune.checkpoint.damage import actionable
 from pyprune.checkpoint.shards import (
-    INDEX,
-    SINGLE,
     Entry,
     Place,
     TensorFiles,
     check_finite,
-    has_safetensors,
     mapped,
     read_header,
 )
 from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import NamedParam, family_for, parameter_shapes
 from pyprune.runtime.disk import disk_errors, reason
-from pyprune.runtime.progress import quiet
-
-BESIDE = ("generation_config.json", "adapter_config.json")
-"""Files that some repositories have beside config.json and weights; a folder with an adapter is refused."""
-
-
-def folder_with_safetensors(model_id: str | Path, revision: str | None = None) -> Path | None:
-    """Where the configuration and the safetensors of a model lie: its folder, or the hub's cache, into which they go.
-
-    Args:
-        model_id: folder or hub id.
-        revision: hub revision.
-
-    Returns:
-        None where the model has no safetensors.
-
-    Raises:
-        CheckpointError: the repository cannot be read.
-    """
-    source = str(model_id)
-    if os.path.isdir(source):
-        return Path(source) if has_safetensors(Path(source)) else None
-    maybe = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-    with actionable(source), quiet("transformers"):
-        config = cached_file(source, "config.json", revision=revision)
-        for name in BESIDE:
-            cached_file(source, name, revision=revision, **maybe)
-        if cached_file(source, SINGLE, revision=revision, **maybe) is None:
-            index = cached_file(source, INDEX, revision=revision, **maybe)
-            if index is None:
-                return None
-            get_checkpoint_shard_files(source, index, revision=revision)
-    return Path(str(config)).parent
 
 
 class StoredModel:

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.checkpoint.configuration import read_generation_config
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
-from pyprune.checkpoint.record import inherited_facts, write_record
+from pyprune.checkpoint.record import write_record
 from pyprune.checkpoint.save import converted
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
 from pyprune.checkpoint.stored import StoredModel, without_parameters
@@ -62,7 +63,7 @@ def compact_checkpoint(
         OutputError: ``out`` exists or cannot be written.
     """
     check_output(out, overwrite=overwrite, reads=[folder])
-    inherited = inherited_facts(folder, verify_files=True)
+    inherited = ModelSource.of(folder).inherited_facts(verify_files=True)
     cut = StreamedCut(StoredModel(folder), plan)
     facts = {"source": str(folder), **inherited, **(provenance or {}), "dense_parameters": cut.report.dense_parameters}
     cut.write(out, facts, overwrite=overwrite, max_shard_bytes=max_shard_bytes)

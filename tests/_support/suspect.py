@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pyprune.checkpoint.load import load_model
-from pyprune.checkpoint.record import inherited_facts
+from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.errors import CheckpointError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
@@ -49,7 +48,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "load": load_model,
     "inspect and bench": read_checkpoint,
     "vllm": verify_checkpoint,
-    "prune": lambda folder: inherited_facts(folder, verify_files=True),
+    "prune": lambda folder: ModelSource.of(folder).inherited_facts(verify_files=True),
     "export": lambda folder: export(folder, folder.parent / "exported"),
     "compact": lambda folder: compact_checkpoint(folder, smaller_plan(), folder.parent / "cut"),
 }

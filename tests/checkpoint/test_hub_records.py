@@ -9,7 +9,7 @@ import pytest
 
 from pyprune import build_config, build_recovery, evaluate, prune, recover
 from pyprune.checkpoint.load import ModelSource
-from pyprune.checkpoint.record import inherited_facts, read_pruning_json, read_record
+from pyprune.checkpoint.record import read_pruning_json, read_record
 from pyprune.errors import DataError
 from pyprune.run.replay import was_rotated
 from pyprune.serving.export import export
@@ -44,7 +44,7 @@ def test_the_record_is_read(folder: Path) -> None:
     found = read_record(NAME)
     assert found is not None
     assert found.plan == read_pruning_json(folder).plan
-    assert inherited_facts(NAME) == inherited_facts(folder)
+    assert ModelSource(NAME).inherited_facts() == ModelSource.of(folder).inherited_facts()
     assert not was_rotated(ModelSource(NAME))
 
 
