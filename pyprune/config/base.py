@@ -83,23 +83,14 @@ def _as_float(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def option(
-    default: T,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    unit: str = "",
-    otherwise: str = "",
-) -> T:
+def option(default: T, **limits: Any) -> T:
     """Return a dataclass field with a default and the range of its numbers, which :class:`Config` checks.
 
     Args:
         default: a number, None for an optional one, or a list of indices, which must be distinct.
-        at_least, at_most, above, below, unit, otherwise: see :class:`Range`.
+        limits: at_least, at_most, above, below, unit and otherwise, as in :class:`Range`.
     """
-    return field(default=default, metadata={"range": Range(at_least, at_most, above, below, unit, otherwise)})
+    return field(default=default, metadata={"range": Range(**limits)})
 
 
 class Config:

@@ -42,21 +42,17 @@ def _alpaca_lora() -> RecoverCheckpointConfig:
     return RecoverCheckpointConfig(
         data=DataConfig("alpaca", "train", samples=49_000, sequence_length=256, layout="instructions"),
         recover=RecoverConfig(
-            adapters="lora",
             rank=8,
             alpha=16.0,
             # Dropout, warm-up and decay are those of LLM-Pruner's script, which the paper uses.
             dropout=0.05,
             train=TrainConfig(
-                optimizer="fused_adamw",
                 learning_rate=1e-4,
-                weight_decay=0.0,
                 steps=2 * 49_000 // 64,
                 batch_size=64,
                 micro_batch_size=4,
                 warmup_steps=100,
                 decay="linear",
-                max_grad_norm=1.0,
                 dtype="auto",
             ),
         ),

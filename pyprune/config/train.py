@@ -30,7 +30,7 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 @dataclass(frozen=True)
 class TrainConfig(Config):
-    """The one training loop's options; every method's preset sets each of them explicitly.
+    """The one training loop's options; a preset names those that it changes, and the paper's constants.
 
     Attributes:
         optimizer: fused_adamw (decoupled weight decay; pyprune's own kernel, if there is one, with DReSS's penalty

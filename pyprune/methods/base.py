@@ -244,7 +244,7 @@ class Method:
     axis: Literal["hidden", "layers", "structures"]
     summary: str
     decide: Decide
-    regularise: Regularise | None
+    regularise: Regularise | None = None
     reads_text: bool = True
     options: type[MethodOptions] = MethodOptions
     prepare: Prepare | None = None

@@ -32,15 +32,9 @@ def with_reconstruction(config: PruneConfig) -> PruneConfig:
 def published_training(steps: int, validation_interval: int) -> TrainConfig:
     """Return the papers' constants: lr 2e-5, batch 64, patience 5, min delta 1e-4; AdamW and steps are ours."""
     return TrainConfig(
-        optimizer="fused_adamw",
         learning_rate=2e-5,
-        weight_decay=0.0,
         steps=steps,
         batch_size=64,
-        micro_batch_size=1,
-        warmup_steps=0,
-        decay="constant",
-        max_grad_norm=1.0,
         dtype="auto",
         early_stop_patience=5,
         early_stop_min_delta=1e-4,
@@ -51,16 +45,7 @@ def published_training(steps: int, validation_interval: int) -> TrainConfig:
 def short_training() -> TrainConfig:
     """Return 20 steps of 8 x 256 tokens: a few minutes on two CPU cores for a 135M model (all constants ours)."""
     return TrainConfig(
-        optimizer="fused_adamw",
-        learning_rate=3e-4,
-        weight_decay=0.0,
-        steps=20,
-        batch_size=8,
-        micro_batch_size=8,
-        warmup_steps=2,
-        decay="cosine",
-        max_grad_norm=1.0,
-        dtype="auto",
+        learning_rate=3e-4, steps=20, batch_size=8, micro_batch_size=8, warmup_steps=2, decay="cosine", dtype="auto"
     )
 
 

@@ -113,7 +113,6 @@ def score_method(
         summary=summary,
         scorer=function,
         decide=partial(_decide, function),
-        regularise=None,
         reads_text=text,
         from_disk=bool(from_disk),
         disk_axes=from_disk,

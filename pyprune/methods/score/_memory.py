@@ -6,12 +6,12 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyprune.families import NamedParam
 from pyprune.methods.score._gradients import GradientReport
@@ -49,7 +49,7 @@ class Account:
             changed: whether the weights were changed (a copy of them) or read in place.
         """
         gradients = _layer_bytes(self.run.open_params, _wide_bytes)
-        at_work = _layer_bytes(self.run.open_params, lambda p: _wide_bytes(p) + (_bytes(p) if changed else 0))
+        at_work = _layer_bytes(self.run.open_params, lambda p: _wide_bytes(p) + (p.nbytes if changed else 0))
         self.state = copies * _total_bytes(gradients, of_one=report.together) + report.streams
         self.layer = _total_bytes(at_work, of_one=report.layerwise)
         self.layerwise = report.layerwise
@@ -77,7 +77,7 @@ class Account:
 def measure_memory(run: Scoring) -> Iterator[Account]:
     """Measure the peak memory meanwhile and report it."""
     cuda = run.device.type == "cuda"
-    account = Account(run, sum(_bytes(p) for p in run.model.parameters() if not p.is_meta))
+    account = Account(run, sum(p.nbytes for p in run.model.parameters() if not p.is_meta))
     if cuda:
         torch.cuda.reset_peak_memory_stats(run.device)
     else:
@@ -89,10 +89,8 @@ def measure_memory(run: Scoring) -> Iterator[Account]:
 
 def _reset_resident_peak() -> None:
     """Reset the process's peak on Linux; elsewhere the reported peak is that of its whole life."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return
 
 
 def _resident_peak() -> int:
@@ -116,10 +114,6 @@ def _total_bytes(sizes: Mapping[int | None, int], *, of_one: bool) -> int:
     """Return the bytes outside of the layers plus those of the largest layer (``of_one``), or of all layers."""
     inner = [size for layer, size in sizes.items() if layer is not None]
     return sizes.get(None, 0) + (max(inner, default=0) if of_one else sum(inner))
-
-
-def _bytes(tensor: Tensor | nn.Parameter) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _wide_bytes(tensor: Tensor) -> int:

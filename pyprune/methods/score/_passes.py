@@ -96,15 +96,15 @@ class Pass:
 
     def loss(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return the batch's share of the mean loss of a model, some of whose parameters are replaced, by name."""
-        return causal_loss(_ChangedModel(model, leaves), self.batch) * self.share
+        return call_with_weights(model, leaves, causal_loss, model, self.batch) * self.share
 
 
 def call_with_weights(
-    model: nn.Module, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], *args: Any
+    model: nn.Module, leaves: Mapping[str, Tensor], function: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Call a function that runs parts of a model while some of the model's parameters are replaced, by name."""
     named = {f"model.{name}": leaf for name, leaf in leaves.items()}
-    return cast(Tensor, functional_call(_FunctionOfModel(model), named, (function, *args)))
+    return cast(Tensor, functional_call(_FunctionOfModel(model), named, (function, *args), kwargs))
 
 
 class _FunctionOfModel(nn.Module):
@@ -114,31 +114,8 @@ class _FunctionOfModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, function: Callable[..., Tensor], *args: Any) -> Tensor:
-        return function(*args)
-
-
-class _ChangedModel(nn.Module):
-    """A model with some parameters replaced, by name."""
-
-    def __init__(self, model: nn.Module, leaves: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self.leaves = dict(leaves)
-
-    def forward(self, **kwargs: Any) -> Any:
-        return functional_call(self.model, self.leaves, kwargs=kwargs)
-
-
-class _PlainLayer(nn.Module):
-    """A layer that is called without the hooks of its instance."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden: Tensor, **kwargs: Any) -> Any:
-        return type(self.layer).forward(self.layer, hidden, **kwargs)
+    def forward(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs)
 
 
 class Segment:
@@ -153,10 +130,9 @@ class Segment:
 
     def __init__(self, owner: Pass, layer: nn.Module, index: int, params: Sequence[NamedParam]) -> None:
         self.owner = owner
-        self.plain = _PlainLayer(layer)
+        self.layer = layer
         self.params = params
-        prefix = f"{owner.run.request.family.layers_path}.{index}."
-        self.names = {p.name: "layer." + p.name.removeprefix(prefix) for p in self.params}
+        self.prefix = f"{owner.run.request.family.layers_path}.{index}."
 
     def forward(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         """Return the layer's output [B, T, H] at changed weights, without a graph."""
@@ -164,8 +140,9 @@ class Segment:
 
     def run(self, leaves: Mapping[str, Tensor], hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         """Return the layer's output [B, T, H] at these weights."""
-        named = {self.names[name]: leaf for name, leaf in leaves.items()}
-        output = functional_call(self.plain, named, (hidden,), dict(kwargs))
+        named = {name.removeprefix(self.prefix): leaf for name, leaf in leaves.items()}
+        # The class's own forward, without the hooks of the instance.
+        output = call_with_weights(self.layer, named, type(self.layer).forward, self.layer, hidden, **kwargs)
         if not isinstance(output, Tensor):
             raise NotLayerwiseError
         return output

@@ -41,6 +41,7 @@ from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.cut.compensate import target_of
 from pyprune.cut.mask import Masking, masked
+from pyprune.errors import ConfigError
 from pyprune.families import NamedParam, parameters_after
 from pyprune.families.base import Block
 from pyprune.methods.base import PlanDecision, PlanRequest
@@ -128,7 +129,16 @@ class Scoring:
         return self.request.score
 
     def output_projections(self) -> dict[LayerAxis, str]:
-        """Return the module whose input the heads or FFN channels are: open (layer, axis) -> its name."""
+        """Return the module whose input the heads or FFN channels are: open (layer, axis) -> its name.
+
+        Raises:
+            ConfigError: the hidden axis is open.
+        """
+        if "hidden" in self.score.axes:
+            raise ConfigError(
+                f"score.axes is {list(self.score.axes)}, but {self.request.method} scores the inputs of o_proj and "
+                "down_proj; use heads and ffn."
+            )
         family = self.request.family
         blocks: dict[ScoreAxis, Block] = {"heads": "attention", "ffn": "mlp"}
         return {

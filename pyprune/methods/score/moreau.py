@@ -16,7 +16,7 @@ from pyprune.methods.score import equal_layer_presets, score_method, scoring_con
 
 @dataclass(frozen=True)
 class MoreauOptions(MethodOptions):
-    """Options of MoreauPruner (Wang et al., "MoreauPruner", Algorithm 1).
+    """Options of MoreauPruner (Wang et al., "MoreauPruner", Algorithm 1); the defaults are the paper's constants.
 
     Attributes:
         steps: T, gradient steps on the Moreau envelope; with a tolerance, the most steps.
@@ -52,13 +52,12 @@ class MoreauOptions(MethodOptions):
 
 def _moreau_paper() -> PruneConfig:
     """MoreauPruner with the paper's constants: T 10, rho 0.05, gamma 1e-3, sigma 0.05, one draw a step."""
-    return scoring_config("moreau", MoreauOptions(steps=10, rho=0.05, gamma=1e-3, sigma=0.05, draws=1))
+    return scoring_config("moreau", MoreauOptions())
 
 
 def _moreau_converged() -> PruneConfig:
     """MoreauPruner run to the minimiser of the envelope (within 5 %), with fixed noise and larger steps (ours)."""
-    options = MoreauOptions(steps=100, rho=0.05, gamma=1e-2, sigma=0.05, redraw=False, tolerance=0.05)
-    return scoring_config("moreau", options)
+    return scoring_config("moreau", MoreauOptions(steps=100, gamma=1e-2, redraw=False, tolerance=0.05))
 
 
 METHOD = score_method(

@@ -33,7 +33,6 @@ METHOD = Method(
     axis="hidden",
     summary="PCA: rotate the residual stream to its principal directions and slice off the weakest (untied heads).",
     decide=Deferred(f"{__name__}.directions:decide"),
-    regularise=None,
     options=PcaOptions,
     prepare=Deferred(f"{__name__}.directions:prepare"),
     from_disk=True,

@@ -45,7 +45,6 @@ METHOD = Method(
     axis="layers",
     summary="LaCo: collapse later layers into an earlier one by adding up how their parameters differ.",
     decide=Deferred(f"{__name__}.collapse:decide"),
-    regularise=None,
     options=LacoOptions,
     prepare=Deferred(f"{__name__}.collapse:prepare"),
     from_disk=True,

@@ -31,7 +31,6 @@ METHOD = Method(
     axis="layers",
     summary="Last: remove the last layers but the very last one; the control that reads nothing.",
     decide=Deferred(f"{__name__}.choose:decide"),
-    regularise=None,
     reads_text=False,
     from_disk=True,
     options=LastOptions,

@@ -50,7 +50,6 @@ METHOD = Method(
     axis="layers",
     summary="Shortened LLaMA: remove the layers of the smallest score at once, by perplexity or Taylor expansion.",
     decide=Deferred(f"{__name__}.score:decide"),
-    regularise=None,
     options=ShortenedLlamaOptions,
     from_disk=True,
     removes=LAYERS_OR_BLOCKS,

@@ -27,7 +27,6 @@ METHOD = Method(
     axis="layers",
     summary="ShortGPT: remove the layers whose output has nearly the direction of their input.",
     decide=Deferred(f"{__name__}.score:decide"),
-    regularise=None,
     options=ShortGptOptions,
     from_disk=True,
     removes=LAYERS_OR_BLOCKS,

@@ -28,7 +28,6 @@ METHOD = Method(
     axis="layers",
     summary="SLEB: remove one layer a round, the one without which the perplexity is smallest.",
     decide=Deferred(f"{__name__}.score:decide"),
-    regularise=None,
     options=SlebOptions,
     from_disk=True,
     removes=LAYERS_OR_BLOCKS,

@@ -21,6 +21,8 @@ from pyprune.methods.training import published_recovery, published_training, sho
 class DressOptions(MethodOptions):
     """DReSS: regularise a set R of hidden channels, then remove it (Feng et al., "DReSS").
 
+    Defaults are the paper's constants, except for ``train``.
+
     Attributes:
         select: which channels form R: last, first or segments (by position), explicit (a list), scored (the smallest
             weights) or energy (the smallest share of the residual stream's energy on calibration text).
@@ -114,15 +116,7 @@ def _dress_paper() -> PruneConfig:
         stages=StageConfig(before=("regularise",), after=("recover",)),
         # 750 samples are 12 steps an epoch; about 700 steps are what lr 2e-5 needs to bring weights of size
         # 0.02 to the 30 % of Figure 5.
-        options=DressOptions(
-            select="last",
-            norm="l2",
-            penalty_weight=1e-3,
-            solver="subgradient",
-            schedule="published",
-            target_preserved_ratio=0.3,
-            train=published_training(steps=720, validation_interval=12),
-        ),
+        options=DressOptions(train=published_training(steps=720, validation_interval=12)),
         # "All other hyperparameters follow the default settings" of PEFT (appendix), so its modules too.
         recover=replace(published_recovery(), targets="default"),
         finetune=published_training(steps=40, validation_interval=4),
@@ -148,10 +142,8 @@ def _dress_anneal() -> PruneConfig:
         ratio=0.25,
         ratio_of="hidden",
         data=DataConfig("wikitext2", "train", samples=160, sequence_length=256),
-        stages=StageConfig(before=("regularise",)),
         options=DressOptions(
             select="scored",
-            norm="l2",
             penalty_weight=0.0,
             schedule="anneal",
             anneal_share=0.5,

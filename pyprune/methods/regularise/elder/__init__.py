@@ -10,7 +10,7 @@ from typing_extensions import override
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
 from pyprune.config.data import DataConfig
 from pyprune.config.method import Deciding, MethodOptions
-from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_BATCH, TrainConfig, micro_batch_for
 from pyprune.methods.base import Deferred, Method, own_options
 from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
@@ -22,6 +22,8 @@ READ_BY_GATES = ("dtype", "gradient_checkpointing", "checkpoint_interval")
 @dataclass(frozen=True)
 class GateConfig(Config):
     """Stage 1 of ELDeR/TRSP: learn one scalar per layer, mask the smallest, repeat.
+
+    Defaults are the papers' constants; learning rate, steps and batch are ours, because the papers name none.
 
     Attributes:
         placement: residual scales the branch, h + S (layer(h) - h); output scales the whole stream
@@ -49,6 +51,8 @@ class GateConfig(Config):
 @dataclass(frozen=True)
 class ElderOptions(MethodOptions):
     """ELDeR / TRSP: learn layer gates, regularise the layers that will be dropped, drop them.
+
+    Defaults are the papers' constants, except for ``train``.
 
     Attributes:
         gates: stage 1.
@@ -123,23 +127,8 @@ def _elder_paper() -> PruneConfig:
         ratio=0.25,
         ratio_of="layers",
         data=DataConfig("wikitext2", "train", samples=128, sequence_length=2048),
-        stages=StageConfig(before=("regularise",)),
-        # Steps and learning rate of the gates are ours: the papers name neither. 128 samples are 2 steps an epoch.
-        options=ElderOptions(
-            gates=GateConfig(
-                placement="residual",
-                search="greedy",
-                penalty_weight=5e-3,
-                learning_rate=1e-2,
-                first_round_steps=40,
-                round_steps=10,
-                batch_size=4,
-            ),
-            norm="l2",
-            penalty_weight=1e-3,
-            schedule="published",
-            train=published_training(steps=100, validation_interval=2),
-        ),
+        # 128 samples are 2 steps an epoch.
+        options=ElderOptions(train=published_training(steps=100, validation_interval=2)),
         recover=published_recovery(),
         finetune=published_training(steps=100, validation_interval=2),
     )
@@ -164,18 +153,8 @@ def _elder_anneal() -> PruneConfig:
         ratio=0.25,
         ratio_of="layers",
         data=DataConfig("wikitext2", "train", samples=160, sequence_length=256),
-        stages=StageConfig(before=("regularise",)),
         options=ElderOptions(
-            gates=GateConfig(
-                placement="residual",
-                search="greedy",
-                penalty_weight=5e-2,
-                learning_rate=3e-2,
-                first_round_steps=40,
-                round_steps=10,
-                batch_size=4,
-            ),
-            norm="l2",
+            gates=GateConfig(penalty_weight=5e-2, learning_rate=3e-2),
             penalty_weight=0.0,
             schedule="anneal",
             anneal_share=0.25,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score.base import Scoring
@@ -32,9 +33,9 @@ def score(run: Scoring) -> None:
         ConfigError: the hidden axis is open, or the ranking would change the scale of standardised scores.
         DataError: there is no calibration sample.
     """
-    _check(run)
-    run.scores.standardised = True
     names = run.output_projections()
+    _check(run.score)
+    run.scores.standardised = True
     with measure_memory(run) as account:
         moments = run.moments(inputs=names.values())
         account.state = sum(m.bytes for m in moments.values())
@@ -65,12 +66,7 @@ def standardised_fluctuation(variance: Tensor, weight: Tensor, *, masked: bool =
     return torch.where(alive, scores, torch.zeros_like(scores))
 
 
-def _check(run: Scoring) -> None:
-    score = run.score
-    if "hidden" in score.axes:
-        raise ConfigError(
-            f"score.axes is {list(score.axes)}, but FLAP scores the inputs of o_proj and down_proj; use heads and ffn."
-        )
+def _check(score: ScoreConfig) -> None:
     if score.aggregation == "prod":
         raise ConfigError("score.aggregation is 'prod', but FLAP's standardised scores are negative too; use mean.")
     if score.normalise != "none":

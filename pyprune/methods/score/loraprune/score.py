@@ -56,7 +56,7 @@ def score(run: Scoring) -> None:
     with measure_memory(run) as account, adapters(run.model, list(projections), lora) as adapted:
         try:
             # Weights, gradients and both moments of the factors are held through all steps.
-            account.state = 4 * sum(p.numel() * p.element_size() for p in adapted.parameters() if p.requires_grad)
+            account.state = 4 * sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
             # Full memory for the factors alone: the model's weights are frozen.
             training = replace(config.train, memory="full")
             report = train(

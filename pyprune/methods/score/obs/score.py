@@ -47,8 +47,9 @@ def score(run: Scoring) -> None:
         DataError: there is no calibration sample.
         ScoreError: the second moments of a module's input cannot be inverted.
     """
-    _check(run)
     options, names = own_options(run.request, ObsOptions), run.output_projections()
+    if run.score.aggregation != "sum":
+        raise ConfigError(f"score.aggregation is {run.score.aggregation!r}, but the costs of obs add up; use sum.")
     places = {f"{name}.weight": place for place, name in names.items()}
     largest = 0
 
@@ -229,13 +230,3 @@ def _record_moments(run: Scoring, names: Iterable[str]) -> Iterator[dict[str, _M
         for name in names:
             stack.callback(run.module(name).register_forward_hook(hook(name)).remove)
         yield recorded
-
-
-def _check(run: Scoring) -> None:
-    score = run.score
-    if "hidden" in score.axes:
-        raise ConfigError(
-            f"score.axes is {list(score.axes)}, but obs scores the inputs of o_proj and down_proj; use heads and ffn."
-        )
-    if score.aggregation != "sum":
-        raise ConfigError(f"score.aggregation is {score.aggregation!r}, but the costs of obs add up; use sum.")
