@@ -170,14 +170,16 @@ def write_demo_mixture(
     *,
     test_share: float = 0.25,
     seed: int = 0,
+    passage: int = PASSAGE,
 ) -> DemoMixture:
-    """Split every text of a mixture as :func:`write_demo_data` does, code by passages of :data:`PASSAGE` characters.
+    """Split every text of a mixture as :func:`write_demo_data` does, code by passages.
 
     Args:
         folder: created if missing; gets one folder for each part.
         parts: of the mixture.
         test_share: share of each part's documents for its test, in (0, 1).
         seed: of the shuffle.
+        passage: characters of a passage of code; 0 = whole documents.
 
     Raises:
         DataError, OutputError: as :func:`write_demo_data`.
@@ -190,7 +192,7 @@ def write_demo_mixture(
             part.source,
             test_share=test_share,
             seed=seed,
-            passage=PASSAGE if part.kind == "code" else 0,
+            passage=passage if part.kind == "code" else 0,
         )
         written.append(replace(part, source=str(files.calibration)))
         tests.setdefault(part.label, files.test)

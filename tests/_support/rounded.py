@@ -1,4 +1,4 @@
-"""What quantised checkpoints compute, written down in plain torch without compressed-tensors."""
+"""Compute as quantised checkpoints do, in plain torch without compressed-tensors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from bench.quality.rounding import kept
+from bench.quality.steps import kept_share
 from pyprune import prune, prune_
 from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
@@ -104,7 +104,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def share_kept(before: Path, trained: Path, written: Path) -> float:
     """How much of the change between two checkpoints is in a third one, by projection on it."""
     held = ({name: w.float() for name, w in weights(folder).items()} for folder in (before, trained, written))
-    return kept(*held)
+    return kept_share(*held)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.quality.rounding import kept
+from bench.quality.steps import kept_share
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.cut.compact import compact_
 from pyprune.errors import ConfigError, MissingDependencyError, OutputError, TrainingError
@@ -73,7 +73,7 @@ def test_a_small_recovery_of_bfloat16_weights_is_not_rounded_away() -> None:
         "to nearest": {n: p.bfloat16() for n, p in wide.state_dict().items()},
     }
     for name, weights in parts.items():
-        share = kept(before, after, weights)
+        share = kept_share(before, after, weights)
         assert (0.5 < share < 1.5) if name == "stayed" else share < 0.3, (name, share)
 
 

@@ -1,52 +1,49 @@
-"""axes.py: its table, its refusals, and that every comparison is a valid set of options."""
+"""The grid of axes on a tiny model, and that every comparison is a valid set of options."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.quality import axes
-from bench.quality.scores_cases import PRUNING
+from bench.quality.__main__ import main
+from bench.quality.scores import CALIBRATION, PRUNING, TEXTS
 from pyprune.run.recipe import build_config
-from pyprune.runtime.records import append_jsonl
+from tests._support.models import tiny_model
+from tests._support.text import write_model, write_text
 
 
-def row(seed: int | None, comparison: str, perplexity: float, **changes: Any) -> dict[str, Any]:
-    return {
-        "kind": "row", "key": f"{comparison}{seed}", "scorer": "taylor:param_second", "seed": seed, "tokens": 8192,
-        "comparison": comparison, "dtype": "bfloat16", "share_removed": 0.2, "removed": {"heads": 3, "ffn": 14000},
-        "perplexity": {"ppl-128": perplexity, "ppl-2048": perplexity / 2}, **changes,
-    }  # fmt: skip
-
-
-def test_the_table_has_medians_and_each_seed_in_the_order_of_the_comparisons(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_comparisons_rank_the_same_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = tmp_path / "axes.jsonl"
-    layer, raw = (axes.COMPARISONS[name][0] for name in ("layer", "none"))
-    append_jsonl(records, [row(1, layer, 80.0), row(0, layer, 60.0), row(0, raw, 90.0, key="other")])
-    assert axes.main(["--only-table", "--jsonl", str(records)]) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert [line.split(" | ")[1] for line in lines] == [raw, layer]
-    assert "70.0 (60.0 / 80.0) | 35.0 (30.0 / 40.0)" in lines[1]
-
-
-def test_a_table_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert axes.main(["--only-table", "--jsonl", str(tmp_path / "none.jsonl")]) == 2
-    assert "No row is recorded" in capsys.readouterr().err
-
-
-def test_an_unknown_comparison_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        axes.main(["--comparisons", "layr"])
-    assert "Did you mean 'layer'" in capsys.readouterr().err
+    model = tiny_model("llama", num_hidden_layers=30, max_position_embeddings=2048)
+    write_model(model, tmp_path / "tiny")
+    monkeypatch.setattr(axes, "CALIBRATION", "c4.txt")
+    command = ["axes", "--model", str(tmp_path / "tiny"), "--data", str(tmp_path), "--tokens", "2048"]
+    command += ["--scores", "magnitude:l1,taylor:param_first", "--comparisons", "none", "local", "axis"]
+    command += ["--jsonl", str(tmp_path / "axes.jsonl")]
+    assert main(command) == 2
+    assert TEXTS["wikitext-2"] in capsys.readouterr().err
+    for number, name in enumerate((TEXTS["wikitext-2"], "c4.txt")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_text(tmp_path / name, seed=number)
+    scored: list[object] = []
+    monkeypatch.setattr(axes, "say", scored.append)
+    assert main(command) == 0
+    assert len(scored) == 3, "magnitude draws nothing, so one seed; two of taylor"
+    dense, *rows = [json.loads(line) for line in (tmp_path / "axes.jsonl").read_text().splitlines()]
+    assert dense["figures"]["share_removed"] == 0
+    assert len(rows) == 3 + 2 * 3
+    assert all(0.1 < row["figures"]["share_removed"] < 0.25 and not row["error"] for row in rows)
+    assert len({json.dumps(row["figures"]["removed"]) for row in rows}) > 2
+    assert "| taylor:param_first | raw sums (none) |" in capsys.readouterr().out
+    assert CALIBRATION != axes.CALIBRATION
 
 
 @pytest.mark.parametrize("name", list(axes.COMPARISONS))
 def test_every_comparison_is_a_valid_set_of_options(name: str) -> None:
     label, changes = axes.COMPARISONS[name]
-    config = build_config(preset="taylor", options={**PRUNING, **changes})
-    config.validate()
+    build_config(preset="taylor", options={**PRUNING, **changes}).validate()
     assert label
