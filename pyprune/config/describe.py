@@ -84,17 +84,8 @@ def _allowed_values(hint: Any, limits: Range | None) -> str:
 
 
 def _bounds(limits: Range) -> str:
-    parts = [
-        f"{word} {value:,.10g}"
-        for word, value in (
-            ("at least", limits.at_least),
-            ("above", limits.above),
-            ("at most", limits.at_most),
-            ("below", limits.below),
-        )
-        if value is not None
-    ]
-    return "".join(f", {part}" for part in parts)
+    words = {name: getattr(limits, name) for name in ("at_least", "above", "at_most", "below")}
+    return "".join(f", {name.replace('_', ' ')} {value:,.10g}" for name, value in words.items() if value is not None)
 
 
 def _meanings(kind: type[Config]) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -84,6 +86,10 @@ class NormalEquations:
         gram, moment, squares = self._over_processes()
         start = self.start.to(gram.dtype)
         return max(0.0, float(squares.sum() + (start * (gram @ start - 2 * moment)).sum()))
+
+    def solutions(self, ridges: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
+        """Yield (ridge, W) for each ridge whose system :meth:`solve` solves."""
+        yield from ((ridge, solution) for ridge in ridges if (solution := self.solve(ridge)) is not None)
 
     def solve(self, ridge: float) -> Tensor | None:
         """Return the solution W [inputs (+ 1 with a constant), outputs], or None if the system is singular.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import cast
 
 import torch
@@ -217,14 +217,11 @@ def joint_solutions(
     """
     carrier, *others = [p for p in projections if p.bias is not None] or projections[:1]
     sizes = [projection.inputs for projection in projections]
-    for ridge in ridges:
-        solution = equations.solve(ridge)
-        if solution is None:
-            continue
+    for ridge, solution in equations.solutions(ridges):
         fixed = [other.bias for other in others if other.bias is not None]
         bias = reduce(torch.sub, fixed, solution[-1]) if equations.constant else None
         pairs = zip(projections, solution[: sum(sizes)].split(sizes), strict=True)
-        yield ridge, _setter([(p, weight, bias if p is carrier else None) for p, weight in pairs])
+        yield ridge, partial(_put_all, [(p, weight, bias if p is carrier else None) for p, weight in pairs])
 
 
 def parallel_solutions(
@@ -232,18 +229,12 @@ def parallel_solutions(
 ) -> Iterator[tuple[float, Callable[[], None]]]:
     """Solutions of projections that read the same input (see :func:`parallel_start`)."""
     inputs, sizes = projections[0].inputs, [projection.outputs for projection in projections]
-    for ridge in ridges:
-        solution = equations.solve(ridge)
-        if solution is None:
-            continue
+    for ridge, solution in equations.solutions(ridges):
         weights = solution[:inputs].split(sizes, dim=1)
         biases = solution[-1].split(sizes) if equations.constant else [None] * len(sizes)
-        yield ridge, _setter(list(zip(projections, weights, biases, strict=True)))
+        yield ridge, partial(_put_all, list(zip(projections, weights, biases, strict=True)))
 
 
-def _setter(values: list[tuple[Projection, Tensor, Tensor | None]]) -> Callable[[], None]:
-    def apply() -> None:
-        for projection, weight, bias in values:
-            projection.put(weight, bias)
-
-    return apply
+def _put_all(values: list[tuple[Projection, Tensor, Tensor | None]]) -> None:
+    for projection, weight, bias in values:
+        projection.put(weight, bias)

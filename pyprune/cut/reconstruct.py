@@ -250,15 +250,7 @@ def _reconstruct(
                 dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
             )
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
-            walk = Walk(
-                dense,
-                side,
-                chunks,
-                ridges=options.ridges,
-                multiplier=multiplier,
-                relative=options.relative,
-                judging=judging,
-            )
+            walk = Walk(dense, side, chunks, options.ridges, multiplier, options.relative, judging)
             _walk(walk, side, steps, lost, readers=readers)
         solved = tuple(_report(entry) for entry in walk.reports)
     return ReconstructionReport(

@@ -98,9 +98,9 @@ class CutSide(ABC):
     def layer(self, index: int) -> AbstractContextManager[nn.Module]:
         """Give one kept layer, by its dense index; its solved parameters are kept when the block ends."""
 
-    @abstractmethod
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """Return the cut stream [B, T, H'] after a part."""
+        """Return the cut stream [B, T, H'] after a part of the dense model, whose layer ``module`` stands for."""
+        return self.runner.run(module, part, stream)
 
     def target(self, dense: Tensor) -> Tensor:
         """Return the target of the cut stream: the dense one's kept channels at its scale, float32 [B, T, H']."""
@@ -126,35 +126,31 @@ class CutSide(ABC):
     def _name(self, row: Row) -> str:
         return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
 
-    def _rows(self, step: Step, role: str, block: Block) -> list[Row]:
-        rows = [row for row in self.family.rows if row.role == role and row.block == block]
-        return [row for row in rows if not row.is_bias]
+    def _rows(self, role: str, block: Block) -> list[Row]:
+        return [row for row in self.family.rows if row.role == role and row.block == block and not row.is_bias]
 
     def writers(self, step: Step, layer: nn.Module) -> list[Projection]:
         """The modules of a step that write to the stream."""
         plan = self.plans[step.part.layer]
-        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows(step, "writer", b)]
+        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows("writer", b)]
 
     def normed_writer(self, step: Step) -> str | None:
         """Name of the writer whose output goes through a norm before it joins the stream, or None."""
-        normed = [block for block in step.writers if self._rows(step, "post_norm", block)]
-        return self._name(self._rows(step, "writer", normed[0])[0]) if normed else None
+        normed = [block for block in step.writers if self._rows("post_norm", block)]
+        return self._name(self._rows("writer", normed[0])[0]) if normed else None
 
     def readers(self, step: Step, layer: nn.Module) -> list[list[Projection]]:
         """The modules of a step that read the stream, those of one block together."""
         plan = self.plans[step.part.layer]
-        return [[self.projection(row, layer, plan) for row in self._rows(step, "reader", b)] for b in step.writers]
+        return [[self.projection(row, layer, plan) for row in self._rows("reader", b)] for b in step.writers]
 
     def post_norm(self, step: Step, layer: nn.Module) -> nn.Module | None:
         """Return the norm after the writer, or None if it writes to the stream itself."""
-        rows = [row for block in step.writers for row in self._rows(step, "post_norm", block)]
+        rows = [row for block in step.writers for row in self._rows("post_norm", block)]
         return layer.get_submodule(self._name(rows[0])) if rows else None
 
-    def gain(self, step: Step, layer: nn.Module) -> Tensor | None:
-        """Weight of that norm, float32 [H'], or None."""
-        norm = self.post_norm(step, layer)
-        if norm is None:
-            return None
+    def gain(self, norm: nn.Module) -> Tensor:
+        """Return the factor of that norm, float32 [H']."""
         weight = cast(Tensor, norm.weight).float()
         return weight + 1 if self.family.unit_offset_norm else weight
 
@@ -213,10 +209,6 @@ class CopiedLayers(CutSide):
         weight = layer.get_parameter(name).detach()
         row, _ = self.family.match(f"{self.family.layers_path}.{index}.{name}")
         return gauge_weight(weight, row, self.plan.hidden) if self.gauge else weight
-
-    def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """Return the cut stream [B, T, H'] after a part; a layer is called as in the dense model."""
-        return self.runner.run(module, part, stream)
 
 
 def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
@@ -300,5 +292,5 @@ class CompactedLayers(CutSide):
         self.changed.clear()
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
-        """Return the pruned stream [B, T, H'] after a part."""
-        return self.runner.run(module, Part(self.position[part.layer], part.blocks), stream)
+        """Return the pruned stream [B, T, H'] after a part; the layer has another index than in the dense model."""
+        return super().run(module, Part(self.position[part.layer], part.blocks), stream)

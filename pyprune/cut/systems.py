@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import zip_longest
 from typing import Any, cast
@@ -50,8 +51,8 @@ class Writers:
         self.layer = layer
         self.multiplier = multiplier
         self.projections = cut.writers(step, layer)
-        self.gain = cut.gain(step, layer)
         self._norm = cut.post_norm(step, layer)
+        self.gain = None if self._norm is None else cut.gain(self._norm)
         self._room = room
         self._inputs: dict[Chunk, list[Tensor]] = {}
 
@@ -112,6 +113,7 @@ def _zeros(projection: Projection, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], projection.outputs)
 
 
+@dataclass
 class Readers:
     """The readers of one block of a step (q, k, v; gate, up), solved for the dense model's values of the cut stream.
 
@@ -124,22 +126,15 @@ class Readers:
         judging: kinds of text that are held back.
     """
 
-    def __init__(
-        self,
-        cut: CutSide,
-        step: Step,
-        layer: nn.Module,
-        block: Block,
-        projections: Sequence[Projection],
-        judging: Sequence[str],
-    ) -> None:
-        self.cut = cut
-        self.step = step
-        self.layer = layer
-        self.block = block
-        self.projections = projections
-        self._judging = judging
-        start, constant = parallel_start(projections)
+    cut: CutSide
+    step: Step
+    layer: nn.Module
+    block: Block
+    projections: Sequence[Projection]
+    judging: Sequence[str]
+
+    def __post_init__(self) -> None:
+        start, constant = parallel_start(self.projections)
         self.equations = NormalEquations(start, constant=constant)
         self._judges: list[tuple[str, Tensor, list[Tensor]]] = []
 
@@ -175,7 +170,7 @@ class Readers:
             pairs = zip(self._residuals(x, targets), targets, strict=True)
             shares = [r.square().sum() / t.square().sum().clamp(min=SMALLEST) for r, t in pairs]
             tally.add(kind, torch.stack(shares).mean() * len(x), torch.tensor(len(x)))
-        return tally.over_processes(self._judging)
+        return tally.over_processes(self.judging)
 
     def _add(self, x: Tensor, targets: Sequence[Tensor]) -> None:
         fixed = [] if self.equations.constant else [p.bias for p in self.projections]

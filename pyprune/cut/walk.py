@@ -6,7 +6,7 @@ Two streams and one layer at a time; see :mod:`pyprune.cut.reconstruct` for the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
@@ -44,6 +44,7 @@ class Solved:
     used: tuple[float, float] | None
 
 
+@dataclass
 class Walk:
     """Both models at the same point of the same text.
 
@@ -55,32 +56,25 @@ class Walk:
         multiplier: factor on a block's output before it joins the stream (Granite).
         relative: whether a token's error counts relative to the size of its stream.
         judging: kinds of text that are held back in all processes; only used if several share the text.
+
+    Attributes:
+        extra_bytes: most memory held in addition to the models.
+        reports: the solved systems.
     """
 
     held_bytes = 2**30
     """Most bytes of one step's writers' inputs that are held for the sequences that are solved on, so that the cut
     stream passes the step without computing them again."""
 
-    def __init__(
-        self,
-        dense: LayerRunner,
-        cut: CutSide,
-        chunks: Sequence[Chunk],
-        *,
-        ridges: Sequence[float],
-        multiplier: float,
-        relative: bool,
-        judging: Sequence[str] = (),
-    ) -> None:
-        self.dense = dense
-        self.cut = cut
-        self.chunks = chunks
-        self.judging = judging
-        self.ridges = ridges
-        self.multiplier = multiplier
-        self.relative = relative
-        self.extra_bytes = 0
-        self.reports: list[Solved] = []
+    dense: LayerRunner
+    cut: CutSide
+    chunks: Sequence[Chunk]
+    ridges: Sequence[float]
+    multiplier: float
+    relative: bool
+    judging: Sequence[str] = ()
+    extra_bytes: int = 0
+    reports: list[Solved] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start the cut stream."""

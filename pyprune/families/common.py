@@ -104,20 +104,30 @@ def plain_mlp_rows(up: str, down: str) -> tuple[Row, ...]:
     return (*input_rows(up, "ffn", "mlp", bias=True), *output_rows(down, "ffn", "mlp"))
 
 
-def decoder_rows(*, attention_bias: bool = False, mlp_bias: bool = False) -> tuple[Row, ...]:
-    """Make the table of a LLaMA-like decoder: gated MLP, one norm before each sub-block.
+def decoder_rows(
+    attention: tuple[Row, ...] = (),
+    mlp: tuple[Row, ...] = (),
+    *,
+    attention_bias: bool = False,
+    mlp_bias: bool = False,
+    norm_bias: bool = False,
+) -> tuple[Row, ...]:
+    """Make the table of a LLaMA-like decoder: one norm before each sub-block.
 
     Args:
+        attention: rows of the attention; empty = :func:`attention_rows`.
+        mlp: rows of the MLP; empty = :func:`gated_mlp_rows`.
         attention_bias: whether queries, keys and values may have biases.
         mlp_bias: whether gate and up may have biases.
+        norm_bias: whether norms may have biases (LayerNorm).
     """
     return (
         EMBEDDING,
-        *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),
-        *attention_rows(biases=attention_bias),
-        *norm_rows(LAYER + "post_attention_layernorm", "pre_norm", "mlp"),
-        *gated_mlp_rows(biases=mlp_bias),
-        *norm_rows("model.norm", "final_norm"),
+        *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention", bias=norm_bias),
+        *(attention or attention_rows(biases=attention_bias)),
+        *norm_rows(LAYER + "post_attention_layernorm", "pre_norm", "mlp", bias=norm_bias),
+        *(mlp or gated_mlp_rows(biases=mlp_bias)),
+        *norm_rows("model.norm", "final_norm", bias=norm_bias),
         HEAD,
     )
 

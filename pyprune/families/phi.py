@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 def _refuse(config: PretrainedConfig) -> str | None:
-    if config.qk_layernorm:
-        return "qk_layernorm is True; its size is derived from hidden_size and cannot be sliced."
-    return None
+    reason = "qk_layernorm is True; its size is derived from hidden_size and cannot be sliced."
+    return reason if config.qk_layernorm else None
 
 
 _ROWS = (

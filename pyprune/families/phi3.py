@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, StockClasses, StockTarget
 from pyprune.families.common import (
-    EMBEDDING,
-    HEAD,
     LAYER,
+    decoder_rows,
     first_obstacle,
     input_rows,
-    norm_rows,
     output_bias_obstacle,
     output_rows,
     width_obstacle,
@@ -41,16 +39,15 @@ FAMILIES = (
         model_type="phi3",
         classes=StockClasses.of_transformers("phi3", "Phi3"),
         vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
-        rows=(
-            EMBEDDING,
-            *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),
-            *input_rows(LAYER + "self_attn.qkv_proj", ("heads", "kv_heads", "kv_heads"), "attention"),
-            *output_rows(LAYER + "self_attn.o_proj", "heads", "attention"),
-            *norm_rows(LAYER + "post_attention_layernorm", "pre_norm", "mlp"),
-            *input_rows(LAYER + "mlp.gate_up_proj", ("ffn", "ffn"), "mlp"),
-            *output_rows(LAYER + "mlp.down_proj", "ffn", "mlp"),
-            *norm_rows("model.norm", "final_norm"),
-            HEAD,
+        rows=decoder_rows(
+            (
+                *input_rows(LAYER + "self_attn.qkv_proj", ("heads", "kv_heads", "kv_heads"), "attention"),
+                *output_rows(LAYER + "self_attn.o_proj", "heads", "attention"),
+            ),
+            (
+                *input_rows(LAYER + "mlp.gate_up_proj", ("ffn", "ffn"), "mlp"),
+                *output_rows(LAYER + "mlp.down_proj", "ffn", "mlp"),
+            ),
         ),
         stock_targets=(
             StockTarget("phi3", first_obstacle(output_bias_obstacle("Phi-3"), width_obstacle, _longrope_obstacle)),

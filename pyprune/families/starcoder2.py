@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Axis, Family, StockClasses, StockTarget
 from pyprune.families.common import (
-    EMBEDDING,
-    HEAD,
     LAYER,
     QKV_BIASES,
-    attention_rows,
+    decoder_rows,
     first_obstacle,
-    norm_rows,
     plain_mlp_rows,
     tied_head_obstacle,
     width_obstacle,
@@ -33,22 +30,14 @@ def _zero_biases(config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
     return (*QKV_BIASES, (LAYER + "mlp.c_fc.bias", "ffn"))
 
 
-_ROWS = (
-    EMBEDDING,
-    *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention", bias=True),
-    *attention_rows(biases=True),
-    *norm_rows(LAYER + "post_attention_layernorm", "pre_norm", "mlp", bias=True),
-    *plain_mlp_rows(LAYER + "mlp.c_fc", LAYER + "mlp.c_proj"),
-    *norm_rows("model.norm", "final_norm", bias=True),
-    HEAD,
-)
-
 FAMILIES = (
     Family(
         model_type="starcoder2",
         classes=StockClasses.of_transformers("starcoder2", "Starcoder2"),
         vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
-        rows=_ROWS,
+        rows=decoder_rows(
+            mlp=plain_mlp_rows(LAYER + "mlp.c_fc", LAYER + "mlp.c_proj"), attention_bias=True, norm_bias=True
+        ),
         stock_targets=(
             StockTarget("starcoder2", first_obstacle(tied_head_obstacle, width_obstacle), _bias_switch, _zero_biases),
         ),

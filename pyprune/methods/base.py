@@ -180,17 +180,9 @@ class Regularise(Protocol):
         ...
 
 
-class Prepare(Protocol):
-    """Change the weights directly before the cut."""
-
-    def __call__(
-        self, layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapping[str, Any], /
-    ) -> Sequence[str]:
-        """Change the weights in place, have ``layers`` keep them, and return notes for the report.
-
-        ``samples`` is the text that the decision read, ``details`` are the decision's.
-        """
-        ...
+Prepare = Callable[["LayerRunner", "PrunePlan", "Tensor", Mapping[str, Any]], Sequence[str]]
+"""(layers, plan, samples, details) -> notes for the report: change the weights in place directly before the cut, and
+have ``layers`` keep them. ``samples`` is the text that the decision read, ``details`` are the decision's."""
 
 
 @dataclass(frozen=True)

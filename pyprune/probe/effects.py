@@ -102,9 +102,14 @@ def weight_sums(model: PreTrainedModel, plan: PrunePlan) -> dict[str, Sums]:
         others = tuple(d for d in range(param.parameter.ndim) if d != dim)
         value = family.effective(param.row, param.parameter).abs()
         channels = value.sum(others, dtype=torch.float64) if others else value.double()
-        removed = float(channels[gone.to(channels.device)].sum())
-        result[param.name] = Sums(removed, float(channels.sum()) - removed)
+        result[param.name] = _divide(channels, gone)
     return result
+
+
+def _divide(channels: Tensor, gone: Tensor) -> Sums:
+    """Return the sums of the channels at the indices ``gone`` and of the others."""
+    removed = float(channels[gone.to(channels.device)].sum())
+    return Sums(removed, float(channels.sum()) - removed)
 
 
 @torch.no_grad()
@@ -124,9 +129,7 @@ def snapshot(model: PreTrainedModel, plan: PrunePlan, probe: Tensor) -> EffectSn
     def measure(index: int, before: Tensor, after: Tensor) -> None:
         cosine = functional.cosine_similarity(before.float(), after.float(), dim=-1)
         cosines[index] = float(cosine.double().mean())
-        channels = after.abs().sum((0, 1), dtype=torch.float64)
-        removed = float(channels[gone.to(channels.device)].sum())
-        sums[index] = Sums(removed, float(channels.sum()) - removed)
+        sums[index] = _divide(after.abs().sum((0, 1), dtype=torch.float64), gone)
 
     hooks = LayerHooks(layers, range(len(layers)), measure)
     try:
@@ -152,12 +155,11 @@ def compare(
         after: snapshot after it, before the cut.
         target_preserved_ratio: the preserved ratio that DReSS should reach; None = only warn when nothing changed.
     """
-    matrices = _ratios(_sum_layers(before.weights), _sum_layers(after.weights))
     report = EffectReport(
         preserved_ratio=preserved_ratio(before.weights, after.weights),
         kept_ratio=_ratio(_total(before.weights).kept, _total(after.weights).kept) if before.weights else None,
         weight_ratios=_ratios(before.weights, after.weights),
-        matrix_ratios=matrices,
+        matrix_ratios=_ratios(_sum_layers(before.weights), _sum_layers(after.weights)),
         activation_ratios=[
             (_ratio(b.removed, a.removed), _ratio(b.kept, a.kept))
             for b, a in zip(before.activations, after.activations, strict=True)

@@ -26,8 +26,9 @@ class LayerHooks:
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int], hook: OutputHook) -> None:
         self.layers = layers
         self.skipped: set[int] = set()
-        self._replaced = ExitStack()
-        self.handles = [layers[i].register_forward_hook(self._wrap(i, hook), with_kwargs=True) for i in indices]
+        self._undo = ExitStack()
+        for i in indices:
+            self._undo.callback(layers[i].register_forward_hook(self._wrap(i, hook), with_kwargs=True).remove)
 
     @staticmethod
     def _wrap(index: int, hook: OutputHook) -> Callable[..., Tensor | None]:
@@ -41,12 +42,9 @@ class LayerHooks:
         """Make a layer the identity without computing it."""
         if index not in self.skipped:
             self.skipped.add(index)
-            self._replaced.enter_context(replaced_forwards({self.layers[index]: identity}))
+            self._undo.enter_context(replaced_forwards({self.layers[index]: identity}))
 
     def remove(self) -> None:
         """Take all hooks off and let skipped layers compute again."""
-        for handle in self.handles:
-            handle.remove()
-        self._replaced.close()
-        self.handles.clear()
+        self._undo.close()
         self.skipped.clear()

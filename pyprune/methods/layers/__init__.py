@@ -58,6 +58,6 @@ def removal_config(method: str, options: MethodOptions, *, samples: int, sequenc
         ratio=0.25,
         ratio_of="layers",
         data=DataConfig("wikitext2", "train", samples=samples, sequence_length=sequence_length),
-        stages=StageConfig(before=(), after=()),
+        stages=StageConfig(before=()),
         options=options,
     )

@@ -147,18 +147,27 @@ def with_local_ranking(start: Callable[[], PruneConfig]) -> Callable[[], PruneCo
     return make
 
 
-def scoring_config(method: str, options: MethodOptions | None = None) -> PruneConfig:
+def scoring_config(
+    method: str, options: MethodOptions | None = None, *, samples: int = 10, **changes: Any
+) -> PruneConfig:
     """Return the start of all scoring methods: 20 % of the parameters, ranked globally, one shot, no recovery.
 
     Calibration is MoreauPruner's 10 samples of 128 tokens. The calibration source, the global ranking and the ratio are
     ours.
+
+    Args:
+        method: name of the method.
+        options: the method's own options; None = it has none.
+        samples: sequences of WikiText-2 that it reads.
+        changes: other fields of :class:`PruneConfig`.
     """
-    return PruneConfig(
+    start = PruneConfig(
         method=method,
         ratio=0.2,
         ratio_of="parameters",
-        data=DataConfig("wikitext2", "train", samples=10, sequence_length=128),
-        stages=StageConfig(before=(), after=()),
+        data=DataConfig("wikitext2", "train", samples=samples, sequence_length=128),
+        stages=StageConfig(before=()),
         score=ScoreConfig(),
         options=options or MethodOptions(),
     )
+    return replace(start, **changes)

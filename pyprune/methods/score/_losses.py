@@ -9,7 +9,6 @@ from typing import Any
 from pyprune.config.score import ScoreAxis
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import OpenUnits
 from pyprune.plan import LayerPlan, PrunePlan
 
 
@@ -21,17 +20,17 @@ class AxisLoss:
         axis: heads, ffn or hidden.
         removed: query heads, FFN channels of the open layers, or hidden channels that are removed.
         open: how many of them were open.
+        share: share of all parameters, in [0, 1], when this axis alone is cut.
         removed_groups: KV heads that are removed; 0 on other axes.
         open_groups: KV heads that were open; 0 on other axes.
-        share: share of all parameters, in [0, 1], when this axis alone is cut.
     """
 
     axis: ScoreAxis
     removed: int
     open: int
-    removed_groups: int
-    open_groups: int
     share: float
+    removed_groups: int = 0
+    open_groups: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON data for the record."""
@@ -57,18 +56,16 @@ def _loss(ranking: Ranking, plan: PrunePlan, axis: ScoreAxis) -> AxisLoss:
         ranking.request.family, ranking.request.shapes, _axis_plan(ranking.identity, plan, axis)
     )
     if axis == "hidden":
-        return AxisLoss(axis, len(plan.removed_hidden), scope.units(axis), 0, 0, share)
+        return AxisLoss(axis, len(plan.removed_hidden), scope.units(axis), share)
     kept = [layer for layer in plan.layers if layer.index in scope.layers]
     total = len(scope.layers) * scope.units(axis)
     if axis == "ffn":
-        return AxisLoss(axis, total - sum(len(layer.ffn) for layer in kept), total, 0, 0, share)
-    groups = len(scope.layers) * scope.units("kv_heads") if _has_groups(scope) else 0
-    gone_groups = groups - sum(len(layer.kv_heads) for layer in kept) if groups else 0
-    return AxisLoss(axis, total - sum(len(layer.query_heads) for layer in kept), total, gone_groups, groups, share)
-
-
-def _has_groups(scope: OpenUnits) -> bool:
-    return scope.whole_groups and scope.dense.group_size > 1
+        return AxisLoss(axis, total - sum(len(layer.ffn) for layer in kept), total, share)
+    loss = AxisLoss(axis, total - sum(len(layer.query_heads) for layer in kept), total, share)
+    if not scope.whole_groups or scope.dense.group_size == 1:
+        return loss
+    groups = len(scope.layers) * scope.units("kv_heads")
+    return replace(loss, removed_groups=groups - sum(len(layer.kv_heads) for layer in kept), open_groups=groups)
 
 
 def _axis_plan(identity: PrunePlan, plan: PrunePlan, axis: ScoreAxis) -> PrunePlan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
@@ -13,13 +11,8 @@ from pyprune.methods.score import score_method, scoring_config
 
 def _flap() -> PruneConfig:
     """FLAP: the standardised fluctuation, with bias compensation; 1,024 samples of 128 tokens as the authors use."""
-    base = scoring_config("flap")
-    return replace(
-        base,
-        data=replace(base.data, samples=1024),
-        score=ScoreConfig(aggregation="mean"),
-        cut=CutConfig(reconstruct="bias"),
-    )
+    bias = CutConfig(reconstruct="bias")
+    return scoring_config("flap", samples=1024, score=ScoreConfig(aggregation="mean"), cut=bias)
 
 
 METHOD = score_method(

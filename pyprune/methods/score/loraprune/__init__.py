@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -59,8 +59,7 @@ class LoraPruneOptions(MethodOptions):
 
 def _loraprune_paper() -> PruneConfig:
     """LoRAPrune's score with the authors' LoRA (r=8, alpha=16, lr 1e-4, momentum 0.9); 32 steps of 8 x 128 (ours)."""
-    base = scoring_config("loraprune", LoraPruneOptions())
-    return replace(base, data=replace(base.data, samples=128))
+    return scoring_config("loraprune", LoraPruneOptions(), samples=128)
 
 
 METHOD = score_method(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pyprune.config.base import option
@@ -32,8 +32,9 @@ def _obs() -> PruneConfig:
     """Optimal Brain Surgeon over the FFN channels of all layers, then a reconstruction, on a mixture of texts."""
     # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that removes some loses more than was estimated,
     # and is worse than one of channels alone.
-    return replace(
-        scoring_config("obs", ObsOptions(dtype="auto")),
+    return scoring_config(
+        "obs",
+        ObsOptions(dtype="auto"),
         data=DataConfig("mixture", samples=160, sequence_length=256),
         score=ScoreConfig(axes=("ffn",), normalise="size", batch_size=8),
         cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")),

@@ -35,8 +35,7 @@ def _taylor_recovered() -> PruneConfig:
     last two are kept whole (all constants ours).
     """
     base = with_reconstruction(scoring_config("taylor", TaylorOptions(form="param_second")))
-    score = ScoreConfig(normalise="layer", first_layer=2, last_layer=-3, batch_size=8)
-    return replace(base, score=score)
+    return replace(base, score=ScoreConfig(normalise="layer", first_layer=2, last_layer=-3, batch_size=8))
 
 
 METHOD = score_method(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pyprune.config.method import MethodOptions
@@ -24,8 +24,7 @@ class WandaOptions(MethodOptions):
 
 def _wanda_paper() -> PruneConfig:
     """Wanda, structured: sum |w| |x| over the coupled matrices; 128 samples as in the paper, of 128 tokens (ours)."""
-    base = scoring_config("wanda", WandaOptions())
-    return replace(base, data=replace(base.data, samples=128))
+    return scoring_config("wanda", WandaOptions(), samples=128)
 
 
 METHOD = score_method(
