@@ -44,7 +44,7 @@ from pyprune.config.cut import ReconstructConfig
 from pyprune.config.train import micro_batch_for
 from pyprune.cut.sides import Chunk, CompactedLayers, CopiedLayers, CutSide
 from pyprune.cut.steps import Step, steps_of
-from pyprune.cut.walk import Solved, Walk, chunks_of
+from pyprune.cut.walk import SolvedPart, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan
@@ -59,32 +59,6 @@ T = TypeVar("T")
 
 FORWARD_TOKENS = 2048
 """Tokens in one pass through a layer, unless ``batch_size`` is given."""
-
-
-@dataclass(frozen=True)
-class SolvedPart:
-    """Result of one system. Errors are relative: ||target - stream|| / ||target||, over tokens.
-
-    Attributes:
-        layer: dense index.
-        blocks: the blocks that were solved together.
-        role: writers, with the error of the stream after them; or readers, with the error of their output.
-        ridge: the chosen one; None = the weights were kept, because no candidate was better.
-        before: mean error over the kinds of text, on sequences held back, with the modules as they were; the parts
-            before this one are already reconstructed.
-        after: that error with the solution on the other sequences.
-        kinds: (before, after) for each kind of text.
-        used: (before, after) on the sequences that were solved on, all kinds together; None for readers.
-    """
-
-    layer: int
-    blocks: tuple[str, ...]
-    role: str
-    ridge: float | None
-    before: float
-    after: float
-    kinds: dict[str, tuple[float, float]]
-    used: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -242,7 +216,6 @@ def _reconstruct(
         steps = side.limit_exact(steps, dense)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
     held_back = 0
-    solved: tuple[SolvedPart, ...] = ()
     walk: Walk | None = None
     if not all(step.exact for step in steps):
         with frozen_eval(dense.model), dense.compute_in(dtype), side.runner.compute_in(dtype):
@@ -252,9 +225,8 @@ def _reconstruct(
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
             walk = Walk(dense, side, chunks, options.ridges, multiplier, options.relative, judging)
             _walk(walk, side, steps, lost, readers=readers)
-        solved = tuple(_report(entry) for entry in walk.reports)
     return ReconstructionReport(
-        parts=solved,
+        parts=tuple(walk.reports) if walk is not None else (),
         dtype=dtype,
         exact=tuple(str(step.part) for step in steps if step.exact),
         no_carrier=tuple(map(str, lost)),
@@ -287,20 +259,6 @@ def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part]
                     walk.advance_cut(step, layer)
                 elif layer is not None:
                     walk.solve_writers(step, layer)
-
-
-def _report(entry: Solved) -> SolvedPart:
-    before, after = entry.choice.before.relative(), entry.choice.after.relative()
-    return SolvedPart(
-        layer=entry.part.layer,
-        blocks=entry.blocks,
-        role=entry.role,
-        ridge=entry.choice.ridge,
-        before=entry.choice.before.overall(),
-        after=entry.choice.after.overall(),
-        kinds={kind: (before[kind], after[kind]) for kind in before},
-        used=entry.used,
-    )
 
 
 def _chunks(

@@ -26,21 +26,28 @@ USED = "used"
 
 
 @dataclass(frozen=True)
-class Solved:
-    """One solved system.
+class SolvedPart:
+    """Result of one system. Errors are relative: ||target - stream|| / ||target||, over tokens.
 
     Attributes:
-        part: where in the dense model.
-        blocks: the blocks whose modules were solved together.
-        role: writers or readers.
-        choice: the solution and the errors on the sequences held back.
-        used: errors on the sequences that were solved on, before and after; None for readers.
+        layer: dense index.
+        blocks: the blocks that were solved together.
+        role: writers, with the error of the stream after them; or readers, with the error of their output.
+        ridge: the chosen one; None = the weights were kept, because no candidate was better.
+        before: mean error over the kinds of text, on sequences held back, with the modules as they were; the parts
+            before this one are already reconstructed.
+        after: that error with the solution on the other sequences.
+        kinds: (before, after) for each kind of text.
+        used: (before, after) on the sequences that were solved on, all kinds together; None for readers.
     """
 
-    part: Part
-    blocks: tuple[Block, ...]
+    layer: int
+    blocks: tuple[str, ...]
     role: str
-    choice: Choice
+    ridge: float | None
+    before: float
+    after: float
+    kinds: dict[str, tuple[float, float]]
     used: tuple[float, float] | None
 
 
@@ -74,7 +81,7 @@ class Walk:
     relative: bool
     judging: Sequence[str] = ()
     extra_bytes: int = 0
-    reports: list[Solved] = field(default_factory=list)
+    reports: list[SolvedPart] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start the cut stream."""
@@ -96,7 +103,10 @@ class Walk:
             solving: the cut model's layer, whose readers are solved on the way to give the dense model's values from
                 the cut stream; None = they are not solved.
         """
-        systems = [] if solving is None else self._readers(step, solving)
+        systems: list[Readers] = []
+        if solving is not None:
+            groups = zip(step.writers, self.cut.readers(step, solving), strict=True)
+            systems = [Readers(self.cut, step, solving, block, group, self.judging) for block, group in groups]
         writer = self.cut.normed_writer(step)
         names = [p.name for system in systems for p in system.projections] + ([writer] if writer else [])
         with self.dense.layer(step.part.layer) as layer:
@@ -143,7 +153,7 @@ class Walk:
             self.cut.remember(projections)
         after = self._advance_past(writers)
         before = after if choice.ridge is None else Tally({USED: error}, after.size)
-        self.reports.append(Solved(step.part, step.writers, "writers", choice, (before.overall(), after.overall())))
+        self._report(step, step.writers, choice, (before.overall(), after.overall()))
 
     def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
         """Return the errors of the writers as they are, on the sequences held back or on the others."""
@@ -181,11 +191,6 @@ class Walk:
             weight = torch.full_like(residual[:, 0], self.multiplier) if weight is None else weight * self.multiplier
         equations.add(x, residual, weight)
 
-    def _readers(self, step: Step, layer: nn.Module) -> list[Readers]:
-        """Make one system for the readers of each block of a step."""
-        groups = zip(step.writers, self.cut.readers(step, layer), strict=True)
-        return [Readers(self.cut, step, layer, block, group, self.judging) for block, group in groups]
-
     def _count_readers(self, systems: Sequence[Readers]) -> None:
         """Count the memory of a step's systems, which are filled at the same time."""
         if systems:
@@ -198,7 +203,21 @@ class Walk:
         choice = choose(system.projections, solutions, self.ridges, system.error, system.add_judges)
         if choice.ridge is not None:
             self.cut.remember(system.projections)
-        self.reports.append(Solved(step.part, (system.block,), "readers", choice, None))
+        self._report(step, (system.block,), choice, None)
+
+    def _report(self, step: Step, blocks: tuple[Block, ...], choice: Choice, used: tuple[float, float] | None) -> None:
+        before, after = choice.before.relative(), choice.after.relative()
+        report = SolvedPart(
+            layer=step.part.layer,
+            blocks=blocks,
+            role="readers" if used is None else "writers",
+            ridge=choice.ridge,
+            before=choice.before.overall(),
+            after=choice.after.overall(),
+            kinds={kind: (before[kind], after[kind]) for kind in before},
+            used=used,
+        )
+        self.reports.append(report)
 
     def _weight(self, target: Tensor) -> Tensor | None:
         """Return the weight of each token's error, float32 [tokens]; None = all alike."""

@@ -25,14 +25,9 @@ from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, did_you_mean, shown
-from pyprune.methods.base import Method
+from pyprune.methods.base import Method, own_options
 
-_PACKAGES = (
-    "pyprune.methods.regularise",
-    "pyprune.methods.score",
-    "pyprune.methods.layers",
-    "pyprune.methods.hidden",
-)
+_PACKAGES = tuple(f"pyprune.methods.{room}" for room in ("regularise", "score", "layers", "hidden"))
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
@@ -158,12 +153,11 @@ def _method_problems(config: PruneConfig) -> list[str]:
     if config.method not in method_modules():
         return [did_you_mean(config.method, method_modules(), "method")]
     method = get_method(config.method)
-    problems = []
-    if config.options is not None and not isinstance(config.options, method.options):
-        problems.append(
-            f"The options of method {config.method!r} are a {type(config.options).__name__}; it takes a "
-            f"{method.options.__name__}."
-        )
+    problems: list[str] = []
+    try:
+        own_options(config, method.options)
+    except ConfigError as error:
+        problems += error.problems
     if config.score is not None and not method.scores:
         changed = [f"score.{name}" for name, value in vars(config.score).items() if value != getattr(ScoreConfig, name)]
         problems.append(

@@ -1,22 +1,21 @@
 """Methods that remove whole layers, or whole attention or MLP blocks, and train nothing.
 
 To add one, write a folder here with the method's name. It declares ``METHOD`` with options and presets made by
-:func:`removal_config`, and imports no torch. The options are a subclass of :class:`BlockOptions` if single blocks may
-be removed too. ``_units.py`` has the code that their decisions share.
+:func:`removal_method` and :func:`removal_config`, and imports no torch. The options are a subclass of
+:class:`BlockOptions` if single blocks may be removed too. ``_units.py`` has the code that their decisions share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
+from pyprune.methods.base import Deferred, Method
 from pyprune.methods.ratio import Unit
-
-LAYERS_OR_BLOCKS = "layers, or attention or MLP blocks"
-"""The parts that a method with :class:`BlockOptions` removes, for the table of methods."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,20 @@ class EdgeOptions(BlockOptions):
 
     keep_first: int = option(0, at_least=0, at_most=LARGEST_INDEX)
     keep_last: int = option(0, at_least=0, at_most=LARGEST_INDEX)
+
+
+def removal_method(name: str, summary: str, decide: str, options: type[MethodOptions], **fields: Any) -> Method:
+    """Return the registry's entry of a method of this folder, which reads a model larger than memory from disk.
+
+    Args:
+        name: name of the file or folder.
+        summary: one line for people.
+        decide: "module:name" of the decision.
+        options: class of the method's own options.
+        fields: other fields of :class:`~pyprune.methods.base.Method`.
+    """
+    removes = "layers, or attention or MLP blocks" if issubclass(options, BlockOptions) else ""
+    return Method(name, "layers", summary, Deferred(decide), options=options, from_disk=True, removes=removes, **fields)
 
 
 def removal_config(method: str, options: MethodOptions, *, samples: int, sequence_length: int) -> PruneConfig:

@@ -104,7 +104,10 @@ class Ranking:
         if self.scope.axes == ("hidden",):
             return self._goal_of_hidden(orders, done)
         self._check_unit()
-        return self._rank_locally(orders, done) if self.score.is_local else self._rank_globally(orders, done)
+        if not self.score.is_local:
+            return self._rank_globally(orders, done)
+        # The final counts do not depend on scores.
+        return {place: math.floor(done * count) for place, count in self._local_goal(orders).items()}
 
     def _refuse_nothing(self, orders: Sequence[RankedUnits]) -> None:
         if self.score.counts:
@@ -174,24 +177,18 @@ class Ranking:
         return tuple(zip(*groups, strict=True))
 
     def _goal_by_counts(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
-        counts: Counts = {}
-        for order in orders:
-            kept = self._kept_bundles(order)
-            counts[order.layer, order.axis] = math.floor(done * (len(order.bundles) - kept))
-        return counts
+        return {(o.layer, o.axis): math.floor(done * (len(o.bundles) - self._kept_bundles(o))) for o in orders}
 
     def _kept_bundles(self, order: RankedUnits) -> int:
         """Return how many bundles are kept, from the heads or channels that ``counts`` keeps."""
         count = self.score.counts[order.axis]
-        sizes = [len(bundle) * self._heads_in(order.axis) for bundle in order.bundles]
+        heads = self.scope.dense.group_size if order.axis == "heads" and self.scope.whole_groups else 1
+        sizes = [len(bundle) * heads for bundle in order.bundles]
         legal = list(accumulate(reversed(sizes)))[::-1]
         if count not in legal:
             shown = ", ".join(map(str, legal[:8])) + (", ..." if len(legal) > 8 else "")
             raise ConfigError(f"score.{order.axis} is {count}; this model allows {shown}.")
         return len(sizes) - legal.index(count)
-
-    def _heads_in(self, axis: ScoreAxis) -> int:
-        return self.scope.dense.group_size if axis == "heads" and self.scope.whole_groups else 1
 
     def rounding_notes(self) -> tuple[str, ...]:
         """Return the notes on how a share of the hidden size was rounded."""
@@ -205,12 +202,7 @@ class Ranking:
         gone = [sum(len(b) for b in order.bundles[:n]) for n in range(len(order.bundles))]
         return {(None, "hidden"): math.floor(done * gone.index(decision.count))}
 
-    def _rank_locally(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
-        """Return the part ``done`` of the final counts, which do not depend on scores."""
-        counts = self._local_goal(orders, self.request.ratio)
-        return {place: math.floor(done * count) for place, count in counts.items()}
-
-    def _local_goal(self, orders: Sequence[RankedUnits], goal: float) -> Counts:
+    def _local_goal(self, orders: Sequence[RankedUnits]) -> Counts:
         """Return floor(p * units) bundles of every layer and axis, for the largest share p within the goal.
 
         If the next step of one axis is larger than the rest of the goal (a KV head of few), the others continue alone,
@@ -225,16 +217,15 @@ class Ranking:
             counts = {axis: allowed[axis][bisect_right(allowed[axis], exact[axis]) - 1] for axis in first}
             return {(o.layer, o.axis): counts[o.axis] for o in orders}
 
-        counts = self._reach_goal(orders, goal, len(shares) - 1, counts_at)
+        counts = self._reach_goal(orders, self.request.ratio, len(shares) - 1, counts_at)
         by_step = sorted(first, key=lambda axis: len(first[axis].bundles))
         for axis in by_step:
-            counts = self._fill_axis(orders, goal, counts, axis, allowed[axis])
-        return self._with_larger_steps(orders, goal, counts, by_step, allowed)
+            counts = self._fill_axis(orders, counts, axis, allowed[axis])
+        return self._with_larger_steps(orders, counts, by_step, allowed)
 
     def _with_larger_steps(
         self,
         orders: Sequence[RankedUnits],
-        goal: float,
         counts: Counts,
         by_step: Sequence[ScoreAxis],
         allowed: Mapping[ScoreAxis, Sequence[int]],
@@ -252,15 +243,15 @@ class Ranking:
             if now[axis] < allowed[axis][-1]
         ]
         filled = [
-            self._fill_axis(orders, goal, trial, finest, allowed[finest])
+            self._fill_axis(orders, trial, finest, allowed[finest])
             for trial in trials
-            if self._share(orders, trial) <= goal
+            if self._share(orders, trial) <= self.request.ratio
         ]
         best = max([counts, *filled], key=lambda trial: self._share(orders, trial))
-        return best if best == counts else self._with_larger_steps(orders, goal, best, by_step, allowed)
+        return best if best == counts else self._with_larger_steps(orders, best, by_step, allowed)
 
     def _fill_axis(
-        self, orders: Sequence[RankedUnits], goal: float, counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
+        self, orders: Sequence[RankedUnits], counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
     ) -> Counts:
         """Remove as many bundles of one axis, the same number in every layer, as the goal allows."""
         places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.axis == axis]
@@ -269,7 +260,7 @@ class Ranking:
         def counts_at(step: int) -> Counts:
             return counts | dict.fromkeys(places, larger[step])
 
-        return counts_at(self._last_within(orders, goal, len(larger) - 1, counts_at))
+        return counts_at(self._last_within(orders, self.request.ratio, len(larger) - 1, counts_at))
 
     def _allowed_counts(self, orders: Sequence[RankedUnits], order: RankedUnits) -> list[int]:
         """Return the numbers of bundles of ``order``'s axis that every layer may lose, ascending from 0.

@@ -9,7 +9,7 @@ and 5). Element scores are reduced as soon as they are added; only one number a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -249,10 +249,7 @@ class StructureScores:
 
 def _aggregate(structures: Tensor, how: str) -> Tensor:
     """Aggregate scores [structures, units] to [units]."""
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "sum": lambda s: s.sum(0),
-        "mean": lambda s: s.mean(0),
-        "max": lambda s: s.amax(0),
-        "prod": lambda s: s.log().sum(0),
-    }
-    return functions[how](structures)
+    if how == "max":
+        return structures.amax(0)
+    values = structures.log() if how == "prod" else structures
+    return values.mean(0) if how == "mean" else values.sum(0)

@@ -74,10 +74,12 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
     """
     tokens = details["pca"]["tokens"]
     moment = stream_moment(layers, samples, alike=tokens == "alike")
-    rotation = _agree_on_rotation(principal_directions(moment))
+    rotation = principal_directions(moment)
+    if processes.is_divided():  # different rounding would mix directions of equal strength
+        rotation = processes.from_first(rotation)
     before = _logits(layers, samples)
     rotate_(layers, rotation)
-    moved = _relative_change(before, _logits(layers, samples))
+    moved = float((_logits(layers, samples) - before).norm() / before.norm().clamp(min=_SMALLEST))
     if not moved <= _ROUNDING:
         raise UnsupportedModelError(
             f"Rotating the residual stream changed the logits by {moved:.1%}, but it must change nothing: this "
@@ -93,13 +95,6 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
         f"directions hold {rotated:.3%} of its energy on the calibration text, the strongest {kept} channels held "
         f"{plain:.3%} ({counted}).",
     )
-
-
-def _agree_on_rotation(rotation: Tensor) -> Tensor:
-    """Return one rotation for all processes that cut: different rounding would mix directions of equal strength."""
-    if not processes.is_divided():
-        return rotation
-    return processes.from_first(rotation.cpu()).to(rotation.device)
 
 
 @torch.no_grad()
@@ -176,7 +171,3 @@ def _logits(layers: LayerRunner, samples: Tensor) -> Tensor:
         with layers.head(), layers.continue_from(streams[0]) as model:
             logits: Tensor = model(input_ids=samples[:1].to(model.device), use_cache=False).logits
     return logits.float()
-
-
-def _relative_change(before: Tensor, after: Tensor) -> float:
-    return float((after - before).norm() / before.norm().clamp(min=_SMALLEST))

@@ -8,8 +8,8 @@ from typing import Literal
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method
-from pyprune.methods.layers import removal_config
+from pyprune.methods.base import Deferred
+from pyprune.methods.layers import removal_config, removal_method
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,11 @@ def _laco() -> PruneConfig:
     return removal_config("laco", LacoOptions(form="code"), samples=5, sequence_length=128)
 
 
-METHOD = Method(
-    name="laco",
-    axis="layers",
-    summary="LaCo: collapse later layers into an earlier one by adding up how their parameters differ.",
-    decide=Deferred(f"{__name__}.collapse:decide"),
-    options=LacoOptions,
+METHOD = removal_method(
+    "laco",
+    "LaCo: collapse later layers into an earlier one by adding up how their parameters differ.",
+    f"{__name__}.collapse:decide",
+    LacoOptions,
     prepare=Deferred(f"{__name__}.collapse:prepare"),
-    from_disk=True,
     presets={"laco": _laco, "laco-paper": _laco_paper},
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, paper_presets
-from pyprune.methods.layers import LAYERS_OR_BLOCKS, BlockOptions, removal_config
+from pyprune.methods.base import paper_presets
+from pyprune.methods.layers import BlockOptions, removal_config, removal_method
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,11 @@ def _last() -> PruneConfig:
     return removal_config("last", LastOptions(), samples=128, sequence_length=128)
 
 
-METHOD = Method(
-    name="last",
-    axis="layers",
-    summary="Last: remove the last layers but the very last one; the control that reads nothing.",
-    decide=Deferred(f"{__name__}.choose:decide"),
+METHOD = removal_method(
+    "last",
+    "Last: remove the last layers but the very last one; the control that reads nothing.",
+    f"{__name__}.choose:decide",
+    LastOptions,
     reads_text=False,
-    from_disk=True,
-    options=LastOptions,
-    removes=LAYERS_OR_BLOCKS,
     presets=paper_presets("last", _last),
 )

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, paper_presets
-from pyprune.methods.layers import LAYERS_OR_BLOCKS, BlockOptions, removal_config
+from pyprune.methods.base import paper_presets
+from pyprune.methods.layers import BlockOptions, removal_config, removal_method
 
 Form = Literal["ppl", "taylor_plus"]
 PAPER_KEEPS: dict[Form, tuple[int, int]] = {"ppl": (0, 0), "taylor_plus": (4, 2)}
@@ -45,13 +45,10 @@ def _shortened_llama() -> PruneConfig:
     return removal_config("shortened_llama", ShortenedLlamaOptions(), samples=10, sequence_length=128)
 
 
-METHOD = Method(
-    name="shortened_llama",
-    axis="layers",
-    summary="Shortened LLaMA: remove the layers of the smallest score at once, by perplexity or Taylor expansion.",
-    decide=Deferred(f"{__name__}.score:decide"),
-    options=ShortenedLlamaOptions,
-    from_disk=True,
-    removes=LAYERS_OR_BLOCKS,
+METHOD = removal_method(
+    "shortened_llama",
+    "Shortened LLaMA: remove the layers of the smallest score at once, by perplexity or Taylor expansion.",
+    f"{__name__}.score:decide",
+    ShortenedLlamaOptions,
     presets=paper_presets("shortened_llama", _shortened_llama),
 )

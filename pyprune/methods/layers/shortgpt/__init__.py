@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, paper_presets
-from pyprune.methods.layers import LAYERS_OR_BLOCKS, EdgeOptions, removal_config
+from pyprune.methods.base import paper_presets
+from pyprune.methods.layers import EdgeOptions, removal_config, removal_method
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,10 @@ def _shortgpt() -> PruneConfig:
     return removal_config("shortgpt", ShortGptOptions(), samples=16, sequence_length=2048)
 
 
-METHOD = Method(
-    name="shortgpt",
-    axis="layers",
-    summary="ShortGPT: remove the layers whose output has nearly the direction of their input.",
-    decide=Deferred(f"{__name__}.score:decide"),
-    options=ShortGptOptions,
-    from_disk=True,
-    removes=LAYERS_OR_BLOCKS,
+METHOD = removal_method(
+    "shortgpt",
+    "ShortGPT: remove the layers whose output has nearly the direction of their input.",
+    f"{__name__}.score:decide",
+    ShortGptOptions,
     presets=paper_presets("shortgpt", _shortgpt),
 )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import Deferred, Method, paper_presets
-from pyprune.methods.layers import LAYERS_OR_BLOCKS, EdgeOptions, removal_config
+from pyprune.methods.base import paper_presets
+from pyprune.methods.layers import EdgeOptions, removal_config, removal_method
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,10 @@ def _sleb() -> PruneConfig:
     return removal_config("sleb", SlebOptions(), samples=128, sequence_length=2048)
 
 
-METHOD = Method(
-    name="sleb",
-    axis="layers",
-    summary="SLEB: remove one layer a round, the one without which the perplexity is smallest.",
-    decide=Deferred(f"{__name__}.score:decide"),
-    options=SlebOptions,
-    from_disk=True,
-    removes=LAYERS_OR_BLOCKS,
+METHOD = removal_method(
+    "sleb",
+    "SLEB: remove one layer a round, the one without which the perplexity is smallest.",
+    f"{__name__}.score:decide",
+    SlebOptions,
     presets=paper_presets("sleb", _sleb),
 )
