@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -139,6 +139,22 @@ def _refusal(checks: Mapping[Backend, Check], backend: Backend) -> str | None:
     return None if backend == "python" else "it has no such implementation yet"
 
 
+def backend_for(op: str, *tensors: torch.Tensor, obstacle: str | None = None) -> Backend:
+    """Choose the backend for a call on ``tensors``.
+
+    Args:
+        op: the op's name, for messages.
+        tensors: a kernel must take the dtype and device of each.
+        obstacle: a reason why no kernel takes this call; None if there is none.
+
+    Raises:
+        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
+    """
+    return choose(
+        op, {"triton": lambda: obstacle or triton_obstacle(*tensors), "cpp": lambda: obstacle or cpp_obstacle(*tensors)}
+    )
+
+
 @cache
 def _log_once(op: str, backend: Backend, refusals: str) -> None:
     logger.info("%s runs on %s (%s)", op, backend, refusals or "first choice")
@@ -204,9 +220,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (int(reach) + 1) * tensor.element_size()
 
 
-def threads() -> int:
-    """Return the number of threads for a C++ kernel: torch's setting, which governs both."""
-    return torch.get_num_threads()
+def run_cpp(kernel: str, *arguments: object) -> Any:
+    """Call a C++ kernel with tensors as their views, and with torch's number of threads as the last argument."""
+    views = (tensor_view(value) if isinstance(value, torch.Tensor) else value for value in arguments)
+    return getattr(extension(), kernel)(*views, torch.get_num_threads())
 
 
 def check_axis(axis: int, dimensions: int) -> int:
@@ -220,24 +237,26 @@ def check_axis(axis: int, dimensions: int) -> int:
     return axis % dimensions
 
 
-def check_index(index: torch.Tensor | Sequence[int], size: int, like: torch.Tensor) -> torch.Tensor:
+def check_index(
+    index: torch.Tensor | Sequence[int], size: int, like: torch.Tensor, name: str = "index", *, repeats: bool = False
+) -> torch.Tensor:
     """Return ``index`` as a LongTensor on ``like``'s device.
 
     An index tensor on an accelerator is not checked: that would wait for the device at every step.
 
     Raises:
-        OpError: not integers, out of range, negative, or repeated (a group would be counted twice).
+        OpError: not integers, out of range, negative, or repeated unless ``repeats`` (a group would be counted twice).
     """
     tensor = index if isinstance(index, torch.Tensor) else torch.as_tensor(list(index))
     if tensor.numel() == 0:
         return torch.zeros(0, dtype=torch.long, device=like.device)
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
-        raise OpError(f"index must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}")
+        raise OpError(f"{name} must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}")
     if tensor.device.type == "cpu":
         low, high, repeated = _index_facts(tensor, size)
         if low < 0 or high >= size:
-            raise OpError(f"index runs from {low} to {high}, allowed are 0 to {size - 1}")
-        if repeated:
+            raise OpError(f"{name} runs from {low} to {high}, allowed are 0 to {size - 1}")
+        if repeated and not repeats:
             raise OpError("index names a group more than once")
     return tensor.to(device=like.device, dtype=torch.long)
 
@@ -293,13 +312,24 @@ def round_scalar(value: float, dtype: torch.dtype, name: str = "threshold") -> f
     return rounded
 
 
+def check_dtype(op: str, tensor: torch.Tensor) -> None:
+    """Raise :class:`OpError` if no backend of an op takes the tensor's dtype."""
+    if tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {tensor.dtype}")
+
+
+def check_alike(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor, *extra: str) -> None:
+    """Raise :class:`OpError` if two tensors differ in shape, device or one of the ``extra`` attributes."""
+    for attribute in ("shape", *extra, "device"):
+        if getattr(tensor, attribute) != getattr(like, attribute):
+            pair = getattr(tensor, attribute), getattr(like, attribute)
+            raise OpError(f"{name} has {attribute} {pair[0]}, but {like_name} has {pair[1]}")
+
+
 def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
     """Return (rows, cols, axis) of a contiguous tensor as a matrix for this axis; None for a middle axis."""
     count = shape[axis]
-    elements = 1
-    for size in shape:
-        elements *= size
-    other = elements // count if count else 0
+    other = math.prod(shape) // count if count else 0
     if axis == 0:
         return count, other, 0
     if axis == len(shape) - 1:
@@ -307,11 +337,8 @@ def as_matrix(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
     return None
 
 
-def axis_obstacle(
-    check: Callable[..., str | None], shape: tuple[int, int, int] | None, *tensors: torch.Tensor
-) -> str | None:
-    """Return why a kernel on matrices cannot take these tensors: an axis in the middle, or the result of ``check``."""
-    if shape is None:
-        size = tuple(tensors[0].shape)
-        return f"the kernels take the first or the last axis, not one in the middle of {size}"
-    return check(*tensors)
+def axis_obstacle(matrix: tuple[int, int, int] | None, tensor: torch.Tensor) -> str | None:
+    """Return why a kernel on matrices cannot take a tensor that is ``matrix`` for its axis: None for a middle one."""
+    if matrix is not None:
+        return None
+    return f"the kernels take the first or the last axis, not one in the middle of {tuple(tensor.shape)}"

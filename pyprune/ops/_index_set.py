@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
-    Backend,
-    Check,
-    OpError,
-    as_matrix,
-    axis_obstacle,
-    check_axis,
-    check_index,
-    choose,
-    cpp_obstacle,
-    round_scalar,
-    triton_obstacle,
-)
+from pyprune.ops._dispatch import as_matrix, check_axis, check_dtype, check_index, round_scalar
 
 
 @dataclass(frozen=True)
@@ -49,26 +35,12 @@ def select(op: str, w: torch.Tensor, index: torch.Tensor | Sequence[int], axis: 
     Raises:
         OpError: a dtype, axis, index or offset outside the op's definition.
     """
-    if w.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{op} takes float32, bfloat16, float16 or float64, not {w.dtype}")
+    check_dtype(op, w)
     axis = check_axis(axis, w.dim())
     positions = check_index(index, w.shape[axis], w).contiguous()
     single = w.numel() == w.shape[axis]
     offset = round_scalar(offset, w.dtype, "offset")
     return Selection(positions, axis, as_matrix(tuple(w.shape), axis), single, offset)
-
-
-def backend_for(op: str, matrix: tuple[int, int, int] | None, *tensors: torch.Tensor) -> Backend:
-    """Choose the backend for tensors that form a ``matrix``, or None, for the chosen axis.
-
-    Raises:
-        BackendError: PYPRUNE_BACKEND names a backend that cannot run this call.
-    """
-    checks: dict[Backend, Check] = {
-        "triton": partial(axis_obstacle, triton_obstacle, matrix, *tensors),
-        "cpp": partial(axis_obstacle, cpp_obstacle, matrix, *tensors),
-    }
-    return choose(op, checks)
 
 
 def as_rows(tensor: torch.Tensor, matrix: tuple[int, int, int]) -> torch.Tensor:

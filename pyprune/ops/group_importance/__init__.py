@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -12,13 +11,14 @@ from pyprune.ops._dispatch import (
     KERNEL_DTYPES,
     OpError,
     as_matrix,
+    axis_obstacle,
+    backend_for,
+    check_alike,
     check_axis,
-    extension,
     round_scalar,
-    tensor_view,
-    threads,
+    run_cpp,
 )
-from pyprune.ops._index_set import as_rows, backend_for
+from pyprune.ops._index_set import as_rows
 from pyprune.ops.group_importance.reference import aggregate, member_scores
 
 OP = "group_importance"
@@ -82,9 +82,7 @@ def _check_tensors(score: torch.Tensor, w: torch.Tensor) -> None:
     for name, tensor in (("score", score), ("w", w)):
         if tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
             raise OpError(f"{name} is {tensor.dtype}; {OP} takes float32, bfloat16, float16 and float64")
-    for name in ("shape", "device"):
-        if getattr(score, name) != getattr(w, name):
-            raise OpError(f"score has {name} {getattr(score, name)}, but w has {getattr(w, name)}")
+    check_alike("score", score, "w", w)
 
 
 def _member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool, offset: float) -> torch.Tensor:
@@ -93,7 +91,7 @@ def _member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool
         wide = torch.promote_types(score.dtype, w.dtype)
         score, w = score.to(wide), w.to(wide)
     matrix = as_matrix(tuple(w.shape), axis)
-    backend = backend_for(OP, matrix, score, w)
+    backend = backend_for(OP, score, w, obstacle=axis_obstacle(matrix, w))
     if backend == "python" or matrix is None or not w.numel():
         return member_scores(score.detach(), w.detach(), axis, signed, offset)
     pair = as_rows(score, matrix), as_rows(w, matrix)
@@ -102,7 +100,5 @@ def _member_scores(score: torch.Tensor, w: torch.Tensor, axis: int, signed: bool
 
         return kernels.member_scores(*pair, matrix[2], signed, offset)
     sums = torch.empty(w.shape[axis], dtype=torch.float64)
-    views = (tensor_view(tensor) for tensor in pair)
-    module = cast(ModuleType, extension())
-    module.group_importance(*views, matrix[2], signed, offset, tensor_view(sums), threads())
+    run_cpp("group_importance", *pair, matrix[2], signed, offset, sums)
     return sums.abs()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -11,15 +10,16 @@ import torch
 from pyprune.ops._dispatch import (
     Backend,
     OpError,
+    axis_obstacle,
+    backend_for,
+    check_alike,
     check_kind,
     check_threshold,
     disjoint,
-    extension,
     round_scalar,
-    tensor_view,
-    threads,
+    run_cpp,
 )
-from pyprune.ops._index_set import Selection, as_rows, backend_for, select, write_back
+from pyprune.ops._index_set import Selection, as_rows, select, write_back
 from pyprune.ops.group_penalty import reference as plain
 from pyprune.ops.group_penalty.reference import group_penalty as reference
 
@@ -58,7 +58,7 @@ def group_penalty(
     kind = _norm_of(kind, selection)
     if torch.compiler.is_compiling():
         return reference(w, selection.index, selection.axis, kind, selection.offset)
-    backend = backend_for(OP, selection.matrix, w)
+    backend = backend_for(OP, w, obstacle=axis_obstacle(selection.matrix, w))
     result: torch.Tensor = _GroupPenalty.apply(w, selection.index, selection, kind, backend)
     return result
 
@@ -96,12 +96,11 @@ def add_group_penalty_(
     selection = select(OP, w, index, axis, offset)
     kind = _norm_of(kind, selection)
     penalty_weight = round_scalar(check_threshold(penalty_weight, "penalty_weight"), w.dtype, "penalty_weight")
-    for name in ("shape", "dtype", "device"):
-        if getattr(grad, name) != getattr(w, name):
-            raise OpError(f"grad has {name} {getattr(grad, name)}, but w has {getattr(w, name)}")
+    check_alike("grad", grad, "w", w, "dtype")
     if not disjoint(grad, w):
         raise OpError("grad and w share memory: pass separate tensors")
-    return _add_gradient(grad, w, selection, kind, penalty_weight, backend_for(OP, selection.matrix, w))
+    backend = backend_for(OP, w, obstacle=axis_obstacle(selection.matrix, w))
+    return _add_gradient(grad, w, selection, kind, penalty_weight, backend)
 
 
 def _norm_of(kind: str, selection: Selection) -> str:
@@ -169,14 +168,7 @@ def _run(
         from pyprune.ops.group_penalty import triton as kernels
 
         return kernels.group_penalty(grad, w, selection.index, axis, kind, penalty_weight, selection.offset)
-    value = cast(ModuleType, extension()).group_penalty(
-        tensor_view(w),
-        tensor_view(selection.index),
-        axis,
-        kind == "l1",
-        None if grad is None else tensor_view(grad),
-        float(penalty_weight),
-        selection.offset,
-        threads(),
+    value = run_cpp(
+        "group_penalty", w, selection.index, axis, kind == "l1", grad, float(penalty_weight), selection.offset
     )
     return torch.tensor(value, dtype=torch.float32)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import cast
 
 import torch
 
-from pyprune.ops._dispatch import check_threshold, extension, round_scalar, tensor_view, threads
-from pyprune.ops._index_set import as_rows, backend_for, select, write_back
+from pyprune.ops._dispatch import axis_obstacle, backend_for, check_threshold, round_scalar, run_cpp
+from pyprune.ops._index_set import as_rows, select, write_back
 from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as reference
 
 OP = "group_soft_threshold"
@@ -44,7 +42,7 @@ def group_soft_threshold(
     """
     selection = select(OP, w, index, axis, offset)
     threshold = round_scalar(check_threshold(threshold), w.dtype)
-    backend = backend_for(OP, selection.matrix, w)
+    backend = backend_for(OP, w, obstacle=axis_obstacle(selection.matrix, w))
     if threshold == 0 or not w.numel() or not selection.index.numel():
         return w
     if backend == "python" or selection.matrix is None:
@@ -55,8 +53,6 @@ def group_soft_threshold(
 
         kernels.group_soft_threshold(rows, selection.index, matrix_axis, threshold, selection.offset)
     else:
-        views = tensor_view(rows), tensor_view(selection.index)
-        module = cast(ModuleType, extension())
-        module.group_soft_threshold(*views, matrix_axis, threshold, selection.offset, threads())
+        run_cpp("group_soft_threshold", rows, selection.index, matrix_axis, threshold, selection.offset)
     write_back(w, rows)
     return w

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
-    Backend,
-    OpError,
-    choose,
-    cpp_obstacle,
-    extension,
-    tensor_view,
-    threads,
-    triton_obstacle,
-)
+from pyprune.ops._dispatch import Backend, OpError, backend_for, check_dtype, run_cpp
 from pyprune.ops.layer_norm_virtual import reference as plain
 from pyprune.ops.layer_norm_virtual.reference import layer_norm_virtual as reference
 
@@ -54,13 +41,9 @@ def layer_norm_virtual(
     if torch.compiler.is_compiling():
         return reference(x, weight, bias, d, eps)
     tensors = [t for t in (x, weight, bias) if t is not None]
-    backend = choose(
-        OP,
-        {
-            "triton": partial(_kernel_obstacle, triton_obstacle, tensors),
-            "cpp": partial(_kernel_obstacle, cpp_obstacle, tensors),
-        },
-    )
+    mixed = any(t.dtype != x.dtype for t in tensors)
+    obstacle = f"x is {x.dtype} and weight {weight.dtype}, the kernels take one dtype" if mixed else None
+    backend = backend_for(OP, *tensors, obstacle=obstacle)
     if x.numel() == 0 or (backend == "python" and x.dtype != weight.dtype):
         return reference(x, weight, bias, d, eps)
     result: torch.Tensor = _LayerNormVirtual.apply(x, weight, bias, d, eps, backend)
@@ -71,18 +54,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d: 
     if x.dim() == 0 or weight.shape != x.shape[-1:] or (bias is not None and bias.shape != x.shape[-1:]):
         shapes = [None if t is None else tuple(t.shape) for t in (x, weight, bias)]
         raise OpError(f"x, weight and bias have shapes {shapes}; weight and bias must have x's last size")
-    if x.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {x.dtype}")
+    check_dtype(OP, x)
     if d < max(1, x.shape[-1]):
         raise OpError(f"d is {d}, must be at least the {x.shape[-1]} stored channels")
     if not (math.isfinite(eps) and eps >= 0):
         raise OpError(f"eps is {eps}, must be finite and >= 0")
-
-
-def _kernel_obstacle(check: Callable[..., str | None], tensors: list[torch.Tensor]) -> str | None:
-    if any(t.dtype != tensors[0].dtype for t in tensors):
-        return f"x is {tensors[0].dtype} and weight {tensors[1].dtype}, the kernels take one dtype"
-    return check(*tensors)
 
 
 class _LayerNormVirtual(torch.autograd.Function):
@@ -140,11 +116,7 @@ def _forward(
         return kernels.forward(x, weight, bias, d, eps)
     out = torch.empty_like(x)
     mean, rstd = (torch.empty(len(x), dtype=torch.float32) for _ in range(2))
-    shift = None if bias is None else tensor_view(bias)
-    views = [tensor_view(t) for t in (out, mean, rstd)]
-    cast(ModuleType, extension()).layer_norm_virtual(
-        tensor_view(x), tensor_view(weight), shift, eps, d, *views, threads()
-    )  # fmt: skip
+    run_cpp("layer_norm_virtual", x, weight, bias, eps, d, out, mean, rstd)
     return out, mean, rstd
 
 
@@ -166,9 +138,5 @@ def _backward(
         return kernels.backward(grad, x, weight, mean, rstd, d)
     likes = (x, weight, weight)
     results = [torch.empty_like(like) if want else None for like, want in zip(likes, wanted, strict=True)]
-    views = [None if result is None else tensor_view(result) for result in results]
-    sources = [tensor_view(t) for t in (grad, x, weight)]
-    cast(ModuleType, extension()).layer_norm_virtual_gradient(
-        *sources, d, tensor_view(mean), tensor_view(rstd), *views, threads()
-    )
+    run_cpp("layer_norm_virtual_gradient", grad, x, weight, d, mean, rstd, *results)
     return results[0], results[1], results[2]

@@ -9,14 +9,7 @@ def layer_norm_virtual(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d: int, eps: float
 ) -> torch.Tensor:
     """See :func:`pyprune.ops.layer_norm_virtual`; plain torch, differentiable by autograd."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    value = x.to(wide)
-    mean = value.sum(-1, keepdim=True) / d
-    centred = value - mean
-    missing = d - x.shape[-1]
-    variance = (centred.square().sum(-1, keepdim=True) + missing * mean.square()) / d
-    out = centred * torch.rsqrt(variance + eps) * weight.to(wide)
-    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+    return forward(x, weight, bias, d, eps)[0]
 
 
 def forward(

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import cast
 
 import torch
 
 from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
     OpError,
     as_matrix,
+    axis_obstacle,
+    backend_for,
+    check_alike,
     check_axis,
+    check_dtype,
     check_threshold,
-    extension,
     round_scalar,
-    tensor_view,
-    threads,
+    run_cpp,
 )
-from pyprune.ops._index_set import backend_for
 from pyprune.ops.moreau_step.reference import StepSums
 from pyprune.ops.moreau_step.reference import moreau_step as reference
 
@@ -63,7 +61,7 @@ def moreau_step(delta: torch.Tensor, grad: torch.Tensor, gamma: float, rho: floa
     scalars = {"1 - gamma / rho": 1 - gamma / rho, "gamma": gamma, "gamma * eta": gamma * eta}
     decay, step, threshold = (round_scalar(value, delta.dtype, name) for name, value in scalars.items())
     shape = as_matrix(tuple(delta.shape), axis)
-    backend = backend_for(OP, shape, delta, grad)
+    backend = backend_for(OP, delta, grad, obstacle=axis_obstacle(shape, delta))
     if backend == "python" or shape is None or delta.numel() == 0:
         return reference(delta, grad, decay, step, threshold, axis)
     rows, cols, matrix_axis = shape
@@ -73,19 +71,14 @@ def moreau_step(delta: torch.Tensor, grad: torch.Tensor, gamma: float, rho: floa
 
         sums = kernels.moreau_step(matrix, gradient, decay, step, threshold, matrix_axis)
     else:
-        module = cast(ModuleType, extension())
-        views = tensor_view(matrix), tensor_view(gradient)
-        found = module.moreau_step(*views, decay, step, threshold, matrix_axis, threads())
-        sums = torch.tensor(found, dtype=torch.float64)
+        pair = run_cpp("moreau_step", matrix, gradient, decay, step, threshold, matrix_axis)
+        sums = torch.tensor(pair, dtype=torch.float64)
     torch.autograd.graph.increment_version(delta)
     return StepSums(*sums.unbind())
 
 
 def _check_tensors(delta: torch.Tensor, grad: torch.Tensor) -> None:
-    if delta.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {delta.dtype}")
-    for name in ("shape", "dtype", "device"):
-        if getattr(grad, name) != getattr(delta, name):
-            raise OpError(f"grad has {name} {getattr(grad, name)}, but delta has {getattr(delta, name)}")
+    check_dtype(OP, delta)
+    check_alike("grad", grad, "delta", delta, "dtype")
     if not delta.is_contiguous():
         raise OpError(f"delta must be contiguous, its strides are {delta.stride()}: pass delta.contiguous()")

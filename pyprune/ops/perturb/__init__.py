@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-from typing import cast
-
 import torch
 
 from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
-    Backend,
-    Check,
     OpError,
+    backend_for,
+    check_alike,
+    check_dtype,
     check_threshold,
-    choose,
-    cpp_obstacle,
     disjoint,
-    extension,
     round_scalar,
-    tensor_view,
-    threads,
-    triton_obstacle,
+    run_cpp,
 )
 from pyprune.ops.perturb.reference import CHUNK
 from pyprune.ops.perturb.reference import perturb as reference
@@ -67,11 +58,7 @@ def perturb(
     sigma = round_scalar(check_threshold(sigma, "sigma"), w0.dtype, "sigma")
     _check_numbers(seed, offset, w0.numel())
     _check_tensors(w0, delta, out)
-    checks: dict[Backend, Check] = {
-        "triton": partial(triton_obstacle, w0, delta),
-        "cpp": partial(cpp_obstacle, w0, delta),
-    }
-    backend = choose(OP, checks)
+    backend = backend_for(OP, w0, delta)
     if w0.numel() == 0:
         return torch.empty_like(w0) if out is None else out
     if backend == "python":
@@ -84,8 +71,7 @@ def perturb(
 
         kernels.perturb(*sources, target.detach().view(-1), sigma, seed, offset)
     else:
-        views = (tensor_view(tensor.view(1, -1)) for tensor in (*sources, target.detach()))
-        cast(ModuleType, extension()).perturb(*views, sigma, seed, offset, threads())
+        run_cpp("perturb", *(tensor.view(1, -1) for tensor in (*sources, target.detach())), sigma, seed, offset)
     if out is not None:
         torch.autograd.graph.increment_version(out)
     return target
@@ -99,15 +85,11 @@ def _check_numbers(seed: int, offset: int, count: int) -> None:
 
 
 def _check_tensors(w0: torch.Tensor, delta: torch.Tensor, out: torch.Tensor | None) -> None:
-    if w0.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {w0.dtype}")
-    others = {"delta": delta} if out is None else {"delta": delta, "out": out}
-    for other, tensor in others.items():
-        for name in ("shape", "dtype", "device"):
-            if getattr(tensor, name) != getattr(w0, name):
-                raise OpError(f"{other} has {name} {getattr(tensor, name)}, but w0 has {getattr(w0, name)}")
+    check_dtype(OP, w0)
+    check_alike("delta", delta, "w0", w0, "dtype")
     if out is None:
         return
+    check_alike("out", out, "w0", w0, "dtype")
     if not out.is_contiguous():
         raise OpError(f"out must be contiguous, its strides are {out.stride()}")
     for name, tensor in (("w0", w0), ("delta", delta)):

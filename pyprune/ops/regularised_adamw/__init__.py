@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import ModuleType
 from typing import cast
 
 import torch
 
 from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
     Backend,
-    Check,
     OpError,
     as_matrix,
+    axis_obstacle,
+    backend_for,
     check_axis,
+    check_dtype,
     check_index,
     check_kind,
     check_threshold,
-    choose,
-    cpp_obstacle,
     extension,
     round_scalar,
+    run_cpp,
     tensor_view,
-    threads,
-    triton_obstacle,
 )
 from pyprune.ops.regularised_adamw.reference import (
     Hyper,
@@ -106,18 +103,15 @@ def regularised_adamw(
     checked = [_check_penalty(p, w) for p, w in zip(own_penalties, weights, strict=True)]
     randoms = [Randomness(seed, step, stream) for step, stream in zip(numbers, own_streams, strict=True)]
     stochastic = stochastic and weights[0].dtype == torch.bfloat16
-    checks: dict[Backend, Check] = {
-        "triton": partial(_kernel_obstacle, triton_obstacle, weights, checked),
-        "cpp": partial(_kernel_obstacle, cpp_obstacle, weights, checked),
-    }
-    backend = choose(OP, checks)
+    pairs = ((w, as_matrix(tuple(w.shape), p.axis)) for w, p in zip(weights, checked, strict=True) if p is not None)
+    obstacle = next((axis_obstacle(matrix, w) for w, matrix in pairs if matrix is None), None)
+    backend = backend_for(OP, *weights, obstacle=obstacle)
     plain = [w.detach() for w in weights]
     slopes = [g.detach().contiguous() for g in gradients]
     if backend == "python":
         reference(plain, slopes, list(moments), hyper, numbers, checked, scales, randoms, stochastic=stochastic)
         return
-    run = _run_triton if backend == "triton" else _run_cpp
-    run(plain, slopes, moments, hyper, checked, scales, randoms, stochastic)
+    _run(backend, plain, slopes, moments, hyper, checked, scales, randoms, stochastic)
     for weight in weights:
         torch.autograd.graph.increment_version(weight)
 
@@ -135,8 +129,7 @@ def _check_options(hyper: Hyper, steps: Sequence[int], seed: int) -> None:
 
 
 def _check_tensors(like: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, moments: Moments) -> None:
-    if weight.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {weight.dtype}")
+    check_dtype(OP, weight)
     if weight.dtype != like.dtype or weight.device != like.device:
         raise OpError(f"one weight is {weight.dtype} on {weight.device}, another {like.dtype} on {like.device}")
     for name in ("shape", "dtype", "device"):
@@ -172,15 +165,6 @@ def _check_penalty(penalty: Penalty | None, weight: torch.Tensor) -> Penalty | N
     return Penalty(index, axis, kind, penalty_weight, offset)
 
 
-def _kernel_obstacle(
-    check: Callable[..., str | None], weights: Sequence[torch.Tensor], penalties: Sequence[Penalty | None]
-) -> str | None:
-    for weight, penalty in zip(weights, penalties, strict=True):
-        if penalty is not None and as_matrix(tuple(weight.shape), penalty.axis) is None:
-            return f"the kernels take the first or the last axis, not one in the middle of {tuple(weight.shape)}"
-    return check(*weights)
-
-
 def _matrix_of(weight: torch.Tensor, penalty: Penalty | None) -> tuple[int, int, bool]:
     """(rows, cols, groups are rows)."""
     if penalty is not None:
@@ -190,7 +174,8 @@ def _matrix_of(weight: torch.Tensor, penalty: Penalty | None) -> tuple[int, int,
     return 1, weight.numel(), True
 
 
-def _run_triton(
+def _run(
+    backend: Backend,
     weights: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     moments: Sequence[Moments],
@@ -200,43 +185,26 @@ def _run_triton(
     randoms: Sequence[Randomness],
     stochastic: bool,
 ) -> None:
-    from pyprune.ops.regularised_adamw import triton as kernels
-
-    steps = []
+    parts = []
     for i, weight in enumerate(weights):
-        if not weight.numel():
-            continue
         rows, cols, by_row = _matrix_of(weight, penalties[i])
         scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
         matrix, slope = weight.view(rows, cols), gradients[i].view(rows, cols)
-        steps.append(kernels.Step(matrix, slope, moments[i], scalars, penalties[i], by_row, randoms[i]))
-    kernels.step_tensors(steps, stochastic=stochastic)
+        parts.append((matrix, slope, moments[i], scalars, penalties[i], by_row, randoms[i]))
+    if backend == "triton":
+        from pyprune.ops.regularised_adamw import triton as kernels
 
-
-def _run_cpp(
-    weights: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    moments: Sequence[Moments],
-    hyper: Hyper,
-    penalties: Sequence[Penalty | None],
-    scales: Sequence[float],
-    randoms: Sequence[Randomness],
-    stochastic: bool,
-) -> None:
-    module = cast(ModuleType, extension())
+        kernels.step_tensors([kernels.Step(*part) for part in parts if part[0].numel()], stochastic=stochastic)
+        return
     nothing = Penalty(torch.zeros(0, dtype=torch.int64), 0, penalty_weight=0.0)
     bound = []
-    for i, weight in enumerate(weights):
-        penalty, own = penalties[i] or nothing, moments[i]
-        rows, cols, by_row = _matrix_of(weight, penalties[i])
-        scalars = Scalars.of(hyper, randoms[i].step, scales[i], weight.dtype)
-        state = [own.first, own.second, own.first_scale, own.second_scale]
+    for matrix, slope, own, scalars, chosen, by_row, random in parts:
+        penalty = chosen or nothing
+        state = [tensor_view(t) for t in vars(own).values() if t is not None]
         bound.append(
-            module.AdamTensor(
-                tensor_view(weight.view(rows, cols)), tensor_view(gradients[i].view(rows, cols)),
-                [tensor_view(t) for t in state if t is not None], [*vars(scalars).values()],
-                randoms[i].step, randoms[i].stream, penalty.kind, tensor_view(penalty.index), by_row,
-                penalty.penalty_weight, penalty.offset,
+            cast(ModuleType, extension()).AdamTensor(
+                tensor_view(matrix), tensor_view(slope), state, [*vars(scalars).values()], random.step, random.stream,
+                penalty.kind, tensor_view(penalty.index), by_row, penalty.penalty_weight, penalty.offset,
             )
         )  # fmt: skip
-    module.regularised_adamw(bound, randoms[0].seed, stochastic, threads())
+    run_cpp("regularised_adamw", bound, randoms[0].seed, stochastic)

@@ -18,6 +18,8 @@ from pyprune.ops.rounding import round_stochastically
 PURPOSE_WEIGHT, PURPOSE_FIRST, PURPOSE_SECOND = range(3)
 FIRST_BITS, SECOND_BITS = 3, 4
 """Mantissa bits of the stored moments; the first moment needs one bit for its sign."""
+_TOP_CODE = (255, 127)
+"""The largest code of a magnitude: unsigned, signed."""
 _AT_ONCE = BLOCK << 12
 
 
@@ -252,13 +254,9 @@ def _passes(count: int) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
 
 
-def _top_code(mantissa: int, *, signed: bool) -> int:
-    return 127 if signed else 255
-
-
 def _first_code_bits(mantissa: int, *, signed: bool) -> int:
     """Return the bit pattern of 1.0 shifted to the code's resolution, minus the code of 1.0."""
-    return (127 << mantissa) - _top_code(mantissa, signed=signed)
+    return (127 << mantissa) - _TOP_CODE[signed]
 
 
 def _root(x: Tensor) -> Tensor:
@@ -300,8 +298,8 @@ def _encode(value: Tensor, codes: Tensor, scales: Tensor, mantissa: int, bits: T
     else:
         # A second moment that is not 0 must not become 0: the step divides by its root.
         below = (share > 0).to(torch.int64)
-    code = torch.where(share < smallest, below, code).clamp(0, _top_code(mantissa, signed=signed))
-    code = torch.where(spread.isfinite(), code, _top_code(mantissa, signed=signed))
+    code = torch.where(share < smallest, below, code).clamp(0, _TOP_CODE[signed])
+    code = torch.where(spread.isfinite(), code, _TOP_CODE[signed])
     if signed:
         code = torch.where(flat < 0, code + 128, code)
     codes.copy_(code.to(torch.uint8).view(codes.shape))

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
-    Backend,
-    OpError,
-    check_kind,
-    choose,
-    cpp_obstacle,
-    extension,
-    tensor_view,
-    threads,
-    triton_obstacle,
-)
+from pyprune.ops._dispatch import Backend, OpError, backend_for, check_dtype, check_kind, run_cpp
 from pyprune.ops.residual_diff_norm import reference as plain
 from pyprune.ops.residual_diff_norm.reference import residual_diff_norm as reference
 
@@ -53,7 +40,7 @@ def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> to
     check_kind(kind)
     if torch.compiler.is_compiling():
         return reference(x_in, x_out, kind)
-    backend = choose(OP, {"triton": partial(triton_obstacle, x_in, x_out), "cpp": partial(cpp_obstacle, x_in, x_out)})
+    backend = backend_for(OP, x_in, x_out)
     result: torch.Tensor = _ResidualDiffNorm.apply(x_in, x_out, kind, backend)
     return result
 
@@ -66,8 +53,7 @@ def _check_tensors(x_in: torch.Tensor, x_out: torch.Tensor) -> None:
     for name in ("dtype", "device"):
         if getattr(x_in, name) != getattr(x_out, name):
             raise OpError(f"x_in has {name} {getattr(x_in, name)}, x_out has {getattr(x_out, name)}")
-    if x_in.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise OpError(f"{OP} takes float32, bfloat16, float16 or float64, not {x_in.dtype}")
+    check_dtype(OP, x_in)
 
 
 class _ResidualDiffNorm(torch.autograd.Function):
@@ -103,8 +89,7 @@ def _forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str, backend: Backen
 
         return kernels.forward(x_in, x_out, kind)
     norms = torch.empty(len(x_in), dtype=torch.float32)
-    module = cast(ModuleType, extension())
-    value = module.residual_diff_norm(tensor_view(x_in), tensor_view(x_out), tensor_view(norms), kind, threads())
+    value = run_cpp("residual_diff_norm", x_in, x_out, norms, kind)
     return torch.tensor(value, dtype=torch.float32), norms
 
 
@@ -126,12 +111,7 @@ def _backward(
 
         return kernels.backward(x_in, x_out, norms, kind, upstream, wanted)
     results = [torch.empty_like(x_in) if want else None for want in wanted]
-    views = [None if result is None else tensor_view(result) for result in results]
-    scale = float(upstream) / len(x_in)
-    module = cast(ModuleType, extension())
-    module.residual_diff_norm_gradient(
-        tensor_view(x_in), tensor_view(x_out), tensor_view(norms), scale, kind, *views, threads()
-    )
+    run_cpp("residual_diff_norm_gradient", x_in, x_out, norms, float(upstream) / len(x_in), kind, *results)
     return results[0], results[1]
 
 

@@ -7,11 +7,7 @@ import torch
 
 def residual_diff_norm(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> torch.Tensor:
     """Mean over tokens of ``||x_out - x_in||``; see :func:`pyprune.ops.residual_diff_norm`."""
-    wide = torch.float64 if x_in.dtype == torch.float64 else torch.float32
-    difference = x_out.to(wide) - x_in.to(wide)
-    # torch defines the gradient of both norms at zero as 0.
-    norms: torch.Tensor = torch.linalg.vector_norm(difference, ord=1 if kind == "l1" else 2, dim=-1)
-    return norms.mean()
+    return forward(x_in, x_out, kind)[0]
 
 
 def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +20,8 @@ def forward(x_in: torch.Tensor, x_out: torch.Tensor, kind: str) -> tuple[torch.T
     """
     wide = torch.float64 if x_in.dtype == torch.float64 else torch.float32
     difference = x_out.to(wide) - x_in.to(wide)
-    norms = torch.linalg.vector_norm(difference, ord=1 if kind == "l1" else 2, dim=-1)
+    # torch defines the gradient of both norms at zero as 0.
+    norms: torch.Tensor = torch.linalg.vector_norm(difference, ord=1 if kind == "l1" else 2, dim=-1)
     return norms.mean(), norms
 
 

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import cast
 
 import torch
 
-from pyprune.ops._dispatch import (
-    KERNEL_DTYPES,
-    OpError,
-    choose,
-    cpp_obstacle,
-    extension,
-    round_scalar,
-    tensor_view,
-    threads,
-    triton_obstacle,
-)
+from pyprune.ops._dispatch import KERNEL_DTYPES, OpError, backend_for, check_index, round_scalar, run_cpp
 from pyprune.ops.slice_gather.reference import slice_gather as reference
 
 OP = "slice_gather"
@@ -66,13 +54,10 @@ def slice_gather(
     values = w.detach()
     counts = [n if s is None else s.numel() for n, s in zip(w.shape, (own_rows, own_columns), strict=False)]
     _check_out(w, out, counts)
-    backend = choose(
-        OP,
-        {
-            "triton": lambda: _bits_obstacle(values) or triton_obstacle(*_to_check(values, scaled)),
-            "cpp": lambda: _bits_obstacle(values) or cpp_obstacle(*_to_check(values, scaled)),
-        },
-    )
+    size = w.element_size()
+    obstacle = None if size in _BITS else f"elements of {size} bytes are not handled"
+    # A scale counts the dtype; without one only the device does.
+    backend = backend_for(OP, values if scaled else torch.empty(0, device=w.device), obstacle=obstacle)
     if backend == "python":
         result = reference(values, own_rows, own_columns, scale, offset)
         return result if out is None else out.copy_(result)
@@ -102,27 +87,7 @@ def _check_out(w: torch.Tensor, out: torch.Tensor | None, counts: list[int]) -> 
 
 
 def _check_positions(positions: Positions, size: int, like: torch.Tensor, name: str) -> torch.Tensor | None:
-    if positions is None:
-        return None
-    tensor = positions if isinstance(positions, torch.Tensor) else torch.as_tensor(list(positions))
-    if tensor.numel() == 0:
-        return torch.zeros(0, dtype=torch.long, device=like.device)
-    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
-        raise OpError(f"{name} must be one-dimensional integers, not {tensor.dtype} of shape {tuple(tensor.shape)}")
-    if tensor.device.type == "cpu":
-        low, high = int(tensor.min()), int(tensor.max())
-        if low < 0 or high >= size:
-            raise OpError(f"{name} runs from {low} to {high}, allowed are 0 to {size - 1}")
-    return tensor.to(device=like.device, dtype=torch.long).contiguous()
-
-
-def _bits_obstacle(w: torch.Tensor) -> str | None:
-    return None if w.element_size() in _BITS else f"elements of {w.element_size()} bytes are not handled"
-
-
-def _to_check(w: torch.Tensor, scaled: bool) -> list[torch.Tensor]:
-    """Return the tensor to check: with a scale its dtype and device count, without one only the device."""
-    return [w] if scaled else [torch.empty(0, dtype=torch.float32, device=w.device)]
+    return None if positions is None else check_index(positions, size, like, name, repeats=True).contiguous()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -142,6 +107,4 @@ def _run(
 
         kernels.slice_gather(w, out, *selected, scale, offset)
         return
-    module = cast(ModuleType, extension())
-    views = [None if s is None else tensor_view(s) for s in selected]
-    module.slice_gather(tensor_view(w), tensor_view(out), *views, scale, offset, threads())
+    run_cpp("slice_gather", w, out, *selected, scale, offset)
