@@ -61,22 +61,10 @@ def parse_packaged(source: str, file_name: str, text: str) -> Corpus:
     return Corpus(source, tuple(Document.plain(piece) for piece in pieces if piece))
 
 
-def _lines(text: str) -> list[str]:
-    return text.split("\n")
-
-
-def _articles(text: str) -> list[str]:
-    return _WIKIPEDIA_ARTICLE.findall(text)
-
-
-def _stories(text: str) -> list[str]:
-    return text.split("<|endoftext|>")
-
-
 _PACKAGED_LAYOUTS: dict[str, Callable[[str], list[str]]] = {
-    "c4.utf8": _lines,
-    "multilingual.utf8": _lines,
-    "wiki.utf8": _articles,
-    "tiny.utf8": _stories,
+    "c4.utf8": lambda text: text.split("\n"),
+    "multilingual.utf8": lambda text: text.split("\n"),
+    "wiki.utf8": _WIKIPEDIA_ARTICLE.findall,
+    "tiny.utf8": lambda text: text.split("<|endoftext|>"),
 }
 """The files of exllamav3 that are not cut at blank lines."""

@@ -116,11 +116,8 @@ class Batch:
         rows = torch.argsort(lengths, stable=True)
         ordered = self[rows]
         pieces = [ordered[i : i + size] for i in range(0, len(self), size)]
-        return [piece._trim() for piece in pieces]
-
-    def _trim(self) -> Batch:
-        longest = max(2, int(self.real.sum(1).max()))
-        return Batch(self.ids[:, :longest], self.labels[:, :longest], self.kinds)
+        ends = [max(2, int(piece.real.sum(1).max())) for piece in pieces]
+        return [Batch(p.ids[:, :end], p.labels[:, :end], p.kinds) for p, end in zip(pieces, ends, strict=True)]
 
     def digest(self) -> str:
         """SHA-256 of ids and labels (not of the kinds), hexadecimal."""

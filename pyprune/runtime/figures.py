@@ -38,9 +38,8 @@ def check_figures(
         and path.stat().st_size
         and not _is_of(path, ours or _are_figures)
     ):
-        raise OutputError(
-            f"{path} exists and {_not_ours(ours)}, so it is not replaced. Name another file, or remove it."
-        )
+        obstacle = "was not written by pyprune" if ours is None else "is nothing that this command wrote"
+        raise OutputError(f"{path} exists and {obstacle}, so it is not replaced. Name another file, or remove it.")
 
 
 def check_lines(path: Path, *others: str | Path | None) -> None:
@@ -81,10 +80,6 @@ def _is_of(path: Path, ours: Callable[[dict[str, Any]], bool]) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(data, dict) and WRITTEN_BY in data and ours(data)
-
-
-def _not_ours(ours: object) -> str:
-    return "was not written by pyprune" if ours is None else "is nothing that this command wrote"
 
 
 def _are_figures(data: dict[str, Any]) -> bool:

@@ -146,17 +146,13 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         if is_written_in_place(path):
-            _write_in_place(path, text)
+            sys.stdout.flush()
+            with os.fdopen(_open_descriptor(path), "w", encoding="utf-8") as stream:
+                stream.write(text)
         else:
             _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise OutputError(f"Cannot write {path}: {reason(error, path)}. {path} is as it was.") from error
-
-
-def _write_in_place(path: Path, text: str) -> None:
-    sys.stdout.flush()
-    with os.fdopen(_open_descriptor(path), "w", encoding="utf-8") as stream:
-        stream.write(text)
 
 
 def _open_descriptor(path: Path) -> int:

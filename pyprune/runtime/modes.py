@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,32 +18,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
     Products of half-precision weights are computed in float32 on a CPU that has no instructions for them.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with products_in_float32(model):
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    modules = [(module, "training") for module in model.modules()]
+    with _attributes_as(False, modules), products_in_float32(model):
+        yield
 
 
 @contextmanager
 def disable_dropout(model: nn.Module) -> Iterator[None]:
     """Set all dropout to 0 in the block; for training mode, which gradient checkpointing needs, without randomness."""
     rates = [
-        (module, name, value)
+        (module, name)
         for module in model.modules()
         for name, value in vars(module).items()
         if type(value) is float and (name.endswith(("dropout", "layerdrop")) or isinstance(module, nn.Dropout))
     ]
-    try:
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
+    with _attributes_as(0.0, rates):
         yield
-    finally:
-        for module, name, value in rates:
-            setattr(module, name, value)
 
 
 @contextmanager
@@ -73,11 +63,18 @@ def training(model: nn.Module, device: torch.device, *, gradient_checkpointing: 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Let no parameter of a model require a gradient, and those that did do so again after the block."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    with _attributes_as(False, [(p, "requires_grad") for p in model.parameters()]):
+        yield
+
+
+@contextmanager
+def _attributes_as(value: object, places: Sequence[tuple[object, str]]) -> Iterator[None]:
+    """Give attributes, named by owner and name, one value in the block, and their earlier values after it."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
+        for owner, name in places:
+            setattr(owner, name, value)
         yield
     finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        for owner, name, earlier in before:
+            setattr(owner, name, earlier)

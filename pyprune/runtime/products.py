@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +103,6 @@ class _Float32Products(TorchDispatchMode):
         return product(*args, **(kwargs or {}))
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product [M, N] of a [M, K] and b [K, N], in their dtype."""
-    return _addmm(None, a, b)
-
-
 def _addmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Return ``beta`` times ``added`` [broadcast to M, N] plus ``alpha`` times the product of a [M, K] and b [K, N].
 
@@ -129,11 +125,6 @@ def _addmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha
         wide = a[block].float() @ smaller if by_rows else smaller @ b[at].float()
         result[at] = _sum(wide, None if added is None else added[at], beta, alpha)
     return result
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products [B, M, N] of a [B, M, K] and b [B, K, N], in their dtype."""
-    return _baddbmm(None, a, b)
 
 
 def _baddbmm(added: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -177,9 +168,9 @@ def _widen(tree: Any) -> Any:
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.mm.default: _mm,
+    torch.ops.aten.mm.default: partial(_addmm, None),
     torch.ops.aten.addmm.default: _addmm,
-    torch.ops.aten.bmm.default: _bmm,
+    torch.ops.aten.bmm.default: partial(_baddbmm, None),
     torch.ops.aten.baddbmm.default: _baddbmm,
     _FUSED: _attention,
     _FUSED_BACKWARD: _attention_backward,

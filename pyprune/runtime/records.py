@@ -26,10 +26,7 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    _append(path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in records))
-
-
-def _append(path: Path, text: str) -> None:
+    text = "".join(json.dumps(record, sort_keys=True) + "\n" for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _is_torn(path)

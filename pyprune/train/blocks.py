@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -88,13 +87,9 @@ def recut_whole(entries: Mapping[str, Tensor], places: Places) -> dict[str, Tens
     """Recut all moments in 8 bits of a state that one process wrote; entries of other kinds are left out."""
     blocks: dict[str, Tensor] = {}
     for moment in (key.removesuffix(CODES) for key in entries if key.endswith(CODES)):
-        written = [entries[moment + end] for end in ENDS]
-        blocks |= recut(moment, [written[0].shape], partial(_same, written), places)
+        parts = [[entries[moment + end] for end in ENDS]]
+        blocks |= recut(moment, [parts[0][0].shape], parts.__getitem__, places)
     return blocks
-
-
-def _same(written: Sequence[Tensor], _: int) -> Sequence[Tensor]:
-    return written
 
 
 def _boxes(moment: str, shapes: Sequence[torch.Size], whole: torch.Size) -> list[Box]:

@@ -90,9 +90,7 @@ class RegularisedAdamW(torch.optim.Optimizer):
         self.squared_norm = 0.0
         self._in_backward = False
         self._stepped: set[Tensor] = set()
-        self.penalties: dict[Tensor, Penalty] = {}
-        for parameter, penalty in (penalties or {}).items():
-            self.penalties[parameter] = penalty
+        self.penalties: dict[Tensor, Penalty] = dict((penalties or {}).items())
         if not self.penalties.keys() <= {p for group in self.param_groups for p in group["params"]}:
             raise ConfigError("A penalty names a tensor that is not among the optimizer's parameters.")
 
@@ -208,10 +206,9 @@ class RegularisedAdamW(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            moments = Moments.zeros(parameter, quantised=self.quantised)
-            values = (moments.first, moments.second, moments.first_scale, moments.second_scale)
+            moments = vars(Moments.zeros(parameter, quantised=self.quantised)).values()
             state["step"] = torch.tensor(0.0)
-            state |= dict(zip(_STATE_KEYS[self.quantised], (v for v in values if v is not None), strict=True))
+            state |= dict(zip(_STATE_KEYS[self.quantised], (m for m in moments if m is not None), strict=True))
         return state
 
     def initialise_state(self) -> None:

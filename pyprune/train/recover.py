@@ -96,8 +96,13 @@ def recover(
         TrainingError, DataError, ConfigError: as in :func:`pyprune.train.loop.train`.
     """
     config.validate()
+    if adapter_out is not None and config.adapters == "none":
+        raise ConfigError(
+            f"adapter_out is {adapter_out}, but adapters is 'none': all weights are trained, and there is no adapter "
+            "to write. Set adapters to lora, or leave adapter_out out."
+        )
     if adapter_out is not None:
-        _check_adapter_out(Path(adapter_out), config)
+        check_output(adapter_out)
     objective = recovery_objective(model, config, teacher=teacher, plan=plan)
     options: dict[str, Any] = {"validation": validation, "checkpoint_dir": checkpoint_dir, "resume": resume}
     if config.adapters == "none":
@@ -129,15 +134,6 @@ def recovery_objective(
 ) -> Objective:
     """Make the objective of :func:`recover`; arguments and errors are the same."""
     return _Recovery(config, _distillation(model, config, teacher, plan))
-
-
-def _check_adapter_out(out: Path, config: RecoverConfig) -> None:
-    if config.adapters == "none":
-        raise ConfigError(
-            f"adapter_out is {out}, but adapters is 'none': all weights are trained, and there is no adapter to write. "
-            "Set adapters to lora, or leave adapter_out out."
-        )
-    check_output(out)
 
 
 def _distillation(

@@ -57,7 +57,9 @@ def slice_gather(
     size = w.element_size()
     obstacle = None if size in _BITS else f"elements of {size} bytes are not handled"
     # A scale counts the dtype; without one only the device does.
-    backend = backend_for(OP, values if scaled else torch.empty(0, device=w.device), obstacle=obstacle)
+    backend = backend_for(
+        OP, values if scaled else torch.empty(0, dtype=torch.float32, device=w.device), obstacle=obstacle
+    )
     if backend == "python":
         result = reference(values, own_rows, own_columns, scale, offset)
         return result if out is None else out.copy_(result)
