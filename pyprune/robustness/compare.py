@@ -5,17 +5,17 @@ are ranked to every ratio, and each plan is measured on the masked variant: fine
 methods and variants read the same calibration samples. Compared with the unchanged float32 model, and as in the paper
 float16 with bfloat16: the perplexity after pruning, and the overlap of the removed units (Jaccard: common / all).
 
-* ``smoothgrad`` is given the noise of ``moreau``: sigma, seed and the numbers of all its draws (steps x draws), so
-  that the two differ by the steps on the displacement alone.
+* ``smoothgrad`` gets the noise of ``moreau``: sigma, seed and the numbers of all its draws (steps x draws). The two
+  then differ only by the steps on the displacement.
 * On the hidden axis (``axes=("hidden",)``, the paper's channel-wise table) the ratio is a share of the hidden
   channels, not rounded to legal sizes; otherwise it is a share of the parameters.
 * Memory: the model and one copy of its weights, the originals. Variants and masked models are made inside the model
-  itself, from the originals, one after the other. What a scorer holds comes on top (moreau: a float32 displacement of
+  itself, from the originals, one after the other. The scorer's memory comes on top (moreau: a float32 displacement of
   the open parameters).
 
-Finished work is appended to a file of JSON lines, from which the same call continues. A line is found again by what it
-depends on: weights, configuration, options, the text and its tokens. Not by the code: after a change of pyprune, use
-another file.
+Finished work is appended to a file of JSON lines, from which the same call continues. The key of a line covers all that
+its result depends on: weights, configuration, options, the text and its tokens. It does not cover the code: after a
+change of pyprune, use another file.
 """
 
 from __future__ import annotations
@@ -59,27 +59,27 @@ from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.runtime.report import to_markdown
 
 NOT_COMPUTED = ("_name_or_path", "dtype", "transformers_version")
-"""Of a configuration, what does not change what the weights compute."""
+"""Fields of a configuration that do not change what the weights compute."""
 
 
 def check_robustness(
     model: PreTrainedModel, tokenizer: Any, config: RobustnessConfig, *, out: Path | None = None
 ) -> RobustnessResult:
-    """Score, rank and measure every variant with every method. The model comes back unchanged.
+    """Score, rank and measure every variant with every method. The model is unchanged afterwards.
 
     Args:
         model: dense, float32, of a known family.
         tokenizer: of the model.
-        config: what to compare.
-        out: file of JSON lines that keeps what is finished (read first, if it exists); the tables are written next to
-            it as Markdown (same name, .md). None keeps nothing.
+        config: the variants, methods, ratios and texts to compare.
+        out: file of JSON lines that keeps finished work (read first, if it exists); the tables are written next to it
+            as Markdown (same name, .md). None keeps nothing.
 
     Raises:
         ConfigError: invalid options, or a model that is not float32.
         DataError: text that cannot be used.
         OutputError: see :func:`check_rows_file`.
         CheckpointError: ``out`` exists and is no such file.
-        PypruneError: whatever stops a stage; what was finished is kept.
+        PypruneError: a stage failed; finished work is kept.
     """
     config.validate()
     if out is not None:
@@ -94,15 +94,15 @@ def check_robustness(
 
 
 def check_rows_file(out: Path) -> None:
-    """Refuse before any work a file of rows that cannot be written, or whose tables would replace another file.
+    """Refuse a file of rows that cannot be written, or whose tables would replace another file.
 
     Raises:
-        OutputError: ``out`` is no regular file; it ends in .md, as the tables' file does; it or that file cannot be
-            written; or that file exists and holds something else.
+        OutputError: ``out`` is no regular file; it ends in .md, as the tables' file does; one of the two cannot be
+            written; or the tables' file exists and holds something else.
     """
     check_file(out)
     if is_written_in_place(out):
-        raise OutputError(f"{out} is no regular file, so the tables have no place beside it; give --out another name.")
+        raise OutputError(f"{out} is no regular file, so no tables can be written next to it; give --out another name.")
     tables = out.with_suffix(".md")
     if out == tables:
         raise OutputError(f"{out} is where the tables are written; give the rows another name, for example .jsonl.")
@@ -118,7 +118,7 @@ def check_rows_file(out: Path) -> None:
 
 @dataclass(eq=False)
 class _Bench:
-    """The one model in memory, and what was measured with it."""
+    """The one model in memory, and its measurements."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -137,7 +137,7 @@ class _Bench:
         self.pairs = [*((DENSE, v) for v in self.config.variants), *([("bfloat16", "float16")] if both else [])]
 
     def result(self) -> RobustnessResult:
-        """Do what is missing, then put it together."""
+        """Compute the missing rows, then assemble the result."""
         config = self.config
         self._check_goals()
         self.use(DENSE)
@@ -212,13 +212,13 @@ class _Bench:
         return digest.hexdigest()
 
     def use(self, variant: str) -> None:
-        """Have the unmasked weights of a variant in the model."""
+        """Put the unmasked weights of a variant into the model."""
         if self.holds != variant:
             self.reports[variant] = set_variant_(self.model, self.originals, variant, self.config.adapter)
             self.holds = variant
 
-    def pruned(self, variant: str, plan: PrunePlan | None) -> PreTrainedModel:
-        """A masked variant, made in place and undone by the next :meth:`use`: no further copy of the weights."""
+    def mask(self, variant: str, plan: PrunePlan | None) -> PreTrainedModel:
+        """Mask a variant in place, without a further copy of the weights; the next :meth:`use` undoes it."""
         self.use(variant)
         if plan is not None:
             self.holds = None
@@ -226,20 +226,20 @@ class _Bench:
         return self.model
 
     def report_of(self, variant: str) -> VariantReport:
-        """What a variant did to the weights."""
+        """Return how far a variant changed the weights."""
         if variant not in self.reports:
             self.use(variant)
         return self.reports[variant]
 
     @cached_property
     def model_digest(self) -> str:
-        """SHA-256 of the configuration, which says what the weights compute."""
+        """SHA-256 of the configuration, which decides what the weights compute."""
         options = json.loads(self.model.config.to_json_string(use_diff=False))
         return digest({name: value for name, value in options.items() if name not in NOT_COMPUTED})
 
     @cached_property
     def ids_digests(self) -> dict[str, str]:
-        """Text -> SHA-256 of its token ids: the tokenizer may have been changed."""
+        """Text -> SHA-256 of its token ids, which change with the tokenizer."""
         return {text.source: hashlib.sha256(text.token_ids.numpy().data).hexdigest() for text in self.texts}
 
     def _weights_of(self, variant: str) -> Json:
@@ -247,7 +247,7 @@ class _Bench:
         return {"weights": self.weights_digest, "model": self.model_digest, "variant": variant, "adapter": adapter}
 
     def scores(self, seed: int, method: str, variant: str, number: str) -> Json:
-        """Plans of every ratio, from one scoring."""
+        """Score once, and return the plans of every ratio."""
         config = replace(self.methods[method], data=replace(self.methods[method].data, seed=seed))
         options = {name: value for name, value in config.to_dict().items() if name in (*READ_OPTIONS, config.method)}
         reserved = sorted(t.text_sha256 for t in self.texts)
@@ -287,13 +287,13 @@ class _Bench:
     def _score(self, samples: Tensor, config: PruneConfig) -> Scoring:
         method = get_method(config.method)
         if not isinstance(method, ScoreMethod):
-            raise ConfigError(f"method {config.method!r} scores nothing; robustness compares scoring methods.")
+            raise ConfigError(f"method {config.method!r} does not score; robustness compares scoring methods.")
         run = Scoring.of(self.model, samples, PlanRequest.of(self.model, config))
         method.scorer(run)
         return run
 
     def _samples(self, config: PruneConfig) -> Tensor:
-        """The calibration samples that a method reads, int64 [N, T], none of them part of a test text."""
+        """Draw the calibration samples of a method, int64 [N, T], none of them part of a test text."""
         data = config.data
         if data not in self.samples:
             reserved = [text.spans for text in self.texts]
@@ -304,7 +304,7 @@ class _Bench:
         return self.samples[data]
 
     def perplexity(self, pruned: tuple[Json, float] | None, variant: str, text: EvaluationText) -> float:
-        """Of a variant, pruned by the plan of (scores, ratio) or whole, on one text."""
+        """Perplexity on one text of a variant, pruned by the plan of (scores, ratio) or whole."""
         record, ratio = pruned or (None, 0.0)
         plan = _plan(record, ratio) if record else None
         measured = {"text": self.ids_digests[text.source], "windows": text.max_windows}
@@ -314,7 +314,7 @@ class _Bench:
         known = self.records.of("perplexity").get(key)
         if known is None:
             start = time.perf_counter()
-            model = self.pruned(variant, plan)
+            model = self.mask(variant, plan)
             found = evaluate_perplexity(
                 model, self.tokenizer, text, self.config.protocol, max_tokens=self.config.max_tokens
             )
@@ -339,7 +339,7 @@ class _Bench:
         config, methods = self.config, self.methods
         first = next(iter(methods.values()))
         tokens = "all" if config.max_tokens is None else f"the first {config.max_tokens:,}"
-        found = {
+        conditions = {
             "calibration": f"{first.data.samples} samples x {first.data.sequence_length} tokens of {first.data.source} "
             f"({first.data.split}), seeds {', '.join(map(str, config.seeds))}; the same for all",
             "open": f"axes {', '.join(config.axes)}; layers {_layers(first)}; {first.score_options.ranking} ranking; "
@@ -347,23 +347,25 @@ class _Bench:
             "perplexity": f"{config.protocol} on {', '.join(config.texts)}, {tokens} tokens, masked models, float32",
         }
         if compensated := [name for name, method in methods.items() if method.adds_biases]:
-            found["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
+            conditions["compensation"] = f"left out of {', '.join(compensated)}: masked models have no biases for it"
         if solved := [name for name, method in methods.items() if method.cut.reconstruct == "least_squares"]:
-            found["reconstruction"] = f"left out of {', '.join(solved)}: masked models keep their weights"
+            conditions["reconstruction"] = f"left out of {', '.join(solved)}: masked models keep their weights"
         if noisy := [method for method in methods.values() if method.method == "smoothgrad"]:
             of = own_options(noisy[0], SmoothGradOptions)
-            found["smoothgrad"] = (
+            conditions["smoothgrad"] = (
                 f"{of.draws} draws, numbered and seeded as moreau's (sigma {of.sigma}, seed {of.seed})"
             )
         if "lora" in config.variants:
             of_lora = config.adapter
-            found["lora"] = (
+            conditions["lora"] = (
                 f"random update of rank {of_lora.rank} and relative Frobenius size {of_lora.size:g} of every matrix of "
                 f"the decoder layers, seed {of_lora.seed}"
             )
         if "int8" in config.variants:
-            found["int8"] = "matrices of the decoder layers, symmetric, one scale an output channel, round to nearest"
-        return found
+            conditions["int8"] = (
+                "matrices of the decoder layers, symmetric, one scale an output channel, round to nearest"
+            )
+        return conditions
 
 
 def _layers(config: PruneConfig) -> str:
@@ -384,15 +386,11 @@ def _plan(record: Mapping[str, Any], ratio: float) -> PrunePlan:
 def removed_units(plan: PrunePlan) -> dict[str, frozenset[tuple[int, int]]]:
     """Axis -> (layer, index) of the removed query heads and FFN channels, and (-1, index) of the hidden channels."""
     dense = plan.dense
-    kept = {layer.index: layer for layer in plan.layers}
-    heads: set[tuple[int, int]] = set()
-    ffn: set[tuple[int, int]] = set()
-    for index in range(dense.num_layers):
-        layer = kept.get(index)
-        left = (layer.query_heads, layer.ffn) if layer else ((), ())
-        heads |= {(index, i) for i in set(range(dense.num_attention_heads)) - set(left[0])}
-        ffn |= {(index, i) for i in set(range(dense.intermediate_size)) - set(left[1])}
-    hidden = frozenset((-1, i) for i in plan.removed_hidden)
+    heads = {(layer, unit) for layer in range(dense.num_layers) for unit in range(dense.num_attention_heads)}
+    ffn = {(layer, unit) for layer in range(dense.num_layers) for unit in range(dense.intermediate_size)}
+    heads -= {(layer.index, unit) for layer in plan.layers for unit in layer.query_heads}
+    ffn -= {(layer.index, unit) for layer in plan.layers for unit in layer.ffn}
+    hidden = frozenset((-1, unit) for unit in plan.removed_hidden)
     return {"heads": frozenset(heads), "ffn": frozenset(ffn), "hidden": hidden}
 
 

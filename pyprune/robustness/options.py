@@ -24,15 +24,15 @@ from pyprune.run.recipe import build_config, dotted_names, parse_setting
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 SAME = {"data.source": "wikitext2", "data.samples": 10, "data.sequence_length": 128, "score.ranking": "global"}
-"""What every method reads, and how it ranks, unless the options say otherwise: its preset's own choice would leave
-nothing comparable. In one order over all layers any change of a score may change the plan."""
+"""The text and the ranking of every method by default, so that their results are comparable. In one order over all
+layers any change of a score may change the plan."""
 
 OPEN_OPTIONS = ("data", "hidden_multiple", "score")
-"""Sections of the options that may be set, in addition to the compared methods' own ones (moreau.rho); no other option
-of `pyprune prune` is read here."""
+"""Sections of the options that may be set, in addition to the compared methods' own ones (moreau.rho). No other option
+of `pyprune prune` is read."""
 
 READ_OPTIONS = ("method", "ratio_of", *OPEN_OPTIONS)
-"""What a scoring is known by, with the method's own options: what scores and plans depend on, apart from the ratio."""
+"""Sections that identify a scoring, with the method's own options: scores and plans depend on them and on the ratio."""
 
 OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "score.axes": "axes"}
 """Options that the comparison sets itself -> the field of :class:`RobustnessConfig` (and the CLI's option) for them."""
@@ -40,21 +40,20 @@ OWN_OPTIONS = {"method": "methods", "ratio": "ratios", "data.seed": "seeds", "sc
 
 @dataclass(frozen=True)
 class RobustnessConfig(Config):
-    """What is compared.
+    """The methods, ratios, variants, seeds and texts to compare.
 
     Attributes:
         methods: names of scoring presets.
         ratios: shares to remove, each in (0, 1).
-        variants: of :data:`pyprune.robustness.perturbations.VARIANTS`; float32 is always there.
+        variants: of :data:`pyprune.robustness.perturbations.VARIANTS`; float32 is always compared.
         seeds: calibration seeds.
-        axes: what may be removed: heads and ffn, or hidden alone.
+        axes: units that may be removed: heads and ffn, or hidden alone.
         texts: test texts.
         protocol: of the perplexities.
         max_tokens: tokens of each test text; None = all.
         adapter: of the variant lora.
-        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}; None = not
-            given.
-        settings: the same as "dotted.name=value" texts, which win.
+        options: further options of every method by dotted name, for example {"data.source": "wikitext2"}; None = unset.
+        settings: further options as "dotted.name=value" texts, which win over ``options``.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -78,8 +77,8 @@ class RobustnessConfig(Config):
             found.append(did_you_mean(self.protocol, WINDOWS, "perplexity protocol"))
         if self.adapter != Adapter() and "lora" not in self.variants:
             found.append(
-                f"variants is {shown(list(self.variants))}, and options of the variant lora are given (rank, size or "
-                "seed), which nothing would read; leave them out, or name lora."
+                f"variants is {shown(list(self.variants))}, so nothing reads the options of the variant lora (rank, "
+                "size or seed); leave them out, or name lora."
             )
         for name in ("methods", "ratios", "variants", "seeds", "axes", "texts"):
             values = getattr(self, name)
@@ -89,7 +88,7 @@ class RobustnessConfig(Config):
 
     @override
     def validate(self) -> None:
-        """See :class:`Config`; the options of every method too: a wrong one is found before the model is read.
+        """Check these options, and those of every method, before the model is read.
 
         Raises:
             ConfigError: also options that the comparison sets itself, or does not read.
@@ -102,7 +101,7 @@ class RobustnessConfig(Config):
         self._refuse_unread(given)
 
     def of(self, method: str) -> PruneConfig:
-        """The complete options of a method, but for the ratio and the calibration seed.
+        """Return the complete options of a method, except for the ratio and the calibration seed.
 
         Raises:
             ConfigError: an unknown option, or scoring in several rounds.
@@ -112,7 +111,7 @@ class RobustnessConfig(Config):
             given["hidden_multiple"] = 1
         if self.axes == ("hidden",):
             given["ratio_of"] = "hidden"
-        # None is an option that was not given, which must not undo what is the same for all.
+        # None is an option that was not given; it must not undo the defaults.
         given |= {name: value for name, value in self.options.items() if value is not None}
         own = presets()[method]().method
         found = build_config(
@@ -120,7 +119,7 @@ class RobustnessConfig(Config):
             options={name: value for name, value in given.items() if not is_of_another(name, own)},
             settings=[text for text in self.settings if not is_of_another(text, own)],
         )
-        if "hidden" not in self.axes:  # nothing reads it, and scorings are known by it
+        if "hidden" not in self.axes:  # nothing reads it, but it would tell scorings apart
             found = replace(found, hidden_multiple=1)
         if found.score_options.iterations > 1 or found.score_options.counts:
             raise ConfigError(
@@ -132,7 +131,7 @@ class RobustnessConfig(Config):
             draws = noise.draws * (noise.steps if noise.redraw else 1)
             found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
             found.validate()
-        if found.method == "obs":  # else the variant bfloat16 would differ from float32 by nothing
+        if found.method == "obs":  # else the variant bfloat16 would equal float32
             found = replace(found, options=replace(own_options(found, ObsOptions), dtype="float32"))
         return found
 
@@ -140,10 +139,10 @@ class RobustnessConfig(Config):
         for name in given:
             if name in OWN_OPTIONS:
                 own = OWN_OPTIONS[name]
-                raise ConfigError(f"{name} is what robustness sets itself, for every row of its tables; use --{own}.")
+                raise ConfigError(f"{name} is set by robustness itself, for every row of its tables; use --{own}.")
 
     def _refuse_unread(self, given: Sequence[str]) -> None:
-        """Options that none of the compared methods reads."""
+        """Refuse options that none of the compared methods reads."""
         compared = {presets()[method]().method for method in self.methods}
         if "smoothgrad" in compared:
             compared.add("moreau")  # whose noise it gets
@@ -161,5 +160,5 @@ class RobustnessConfig(Config):
 
 
 def _known() -> list[str]:
-    """The presets that can be compared; a second name of one is known too."""
+    """Return the presets that can be compared, also by the second name of a preset."""
     return [*score_presets(), *(f"{name}-paper" for name in score_presets() if f"{name}-paper" in presets())]

@@ -1,8 +1,8 @@
-"""The same model with slightly other weights: rounded, or moved as far as an adapter moves them.
+"""Give a model slightly other weights: rounded, or moved as far as an adapter moves them.
 
 Everything is computed and held in float32: a variant differs by its values, not by its dtype. bfloat16 and float16
-round every parameter. lora and int8 change the matrices of the decoder layers only, which is what adapters are put on
-and what weight-only quantisation rounds; embeddings, head, norms and biases stay.
+round every parameter. lora and int8 change only the matrices of the decoder layers, because adapters and weight-only
+quantisation do; embeddings, head, norms and biases are unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Adapter(Config):
 
 @dataclass(frozen=True)
 class VariantReport:
-    """What a variant did to the weights.
+    """How far a variant changed the weights.
 
     Attributes:
         name: of the variant.
@@ -74,7 +74,7 @@ def set_variant_(
 
     Args:
         model: float32, of a known family.
-        originals: parameter name -> original values, float32; left as they are.
+        originals: parameter name -> original values, float32; not changed.
         name: float32 (the originals), or one of :data:`VARIANTS`.
         adapter: of the variant lora; None = the defaults.
 
@@ -118,7 +118,7 @@ def _changes(adapter: Adapter) -> dict[str, Change]:
 
 
 def is_layer_matrix(param: NamedParam) -> bool:
-    """Whether a parameter is a matrix inside a decoder layer."""
+    """Check whether a parameter is a matrix inside a decoder layer."""
     return param.layer is not None and param.parameter.dim() == 2
 
 
@@ -133,7 +133,7 @@ def _to_float16(param: NamedParam, weight: Tensor) -> Tensor:
 
 
 def low_rank(weight: Tensor, adapter: Adapter, generator: torch.Generator) -> Tensor:
-    """B A with normal factors, scaled to ``size`` times the matrix's Frobenius norm, float32 [out, in].
+    """Draw B A with normal factors, scaled to ``size`` times the matrix's Frobenius norm, float32 [out, in].
 
     Args:
         weight: [out, in].
@@ -150,7 +150,7 @@ def low_rank(weight: Tensor, adapter: Adapter, generator: torch.Generator) -> Te
 def round_to_int8(weight: Tensor) -> Tensor:
     """Round to nearest, symmetric, one scale an output channel, and back to float32 [out, in].
 
-    The scale of row i is max_j |w_ij| / 127; a row of zeros stays zero.
+    The scale of row i is max_j |w_ij| / 127; a row of zeros remains zero.
     """
     scale = weight.abs().amax(1, keepdim=True) / INT8_LARGEST
     levels = torch.where(scale > 0, weight / scale, torch.zeros_like(weight)).round()

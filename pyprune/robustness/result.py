@@ -18,11 +18,11 @@ class RobustnessRow:
     """One pruned variant compared with another, usually with the pruned float32 model.
 
     Attributes:
-        text: what the perplexities were measured on.
+        text: on which the perplexities were measured.
         seed: of the calibration samples.
         method: name of the scoring preset.
         ratio: share to remove, as configured.
-        against: the variant to compare with: float32, or bfloat16 for float16.
+        against: the variant that it is compared with: float32, or bfloat16 for float16.
         variant: of the weights.
         removed: share of the parameters that the variant's plan removes.
         reference: perplexity of ``against`` pruned by its own scores.
@@ -46,12 +46,12 @@ class RobustnessRow:
 
     @property
     def difference(self) -> float:
-        """Perplexity of the variant minus that of what it is compared with, each after pruning."""
+        """Perplexity of the variant minus that of ``against``, each after pruning."""
         return self.perplexity - self.reference
 
     @property
     def pair(self) -> str:
-        """Variant and what it is compared with."""
+        """The names of the two compared variants."""
         return f"{self.variant} - {self.against}"
 
 
@@ -62,10 +62,10 @@ class ScoringFacts:
     Attributes:
         seed, method, variant: as in a row.
         zeros: axis -> share of the units whose score is exactly zero.
-        seconds: it took.
+        seconds: duration.
         warnings: of the scorer.
         steps: of a method that takes steps, else None.
-        residual: after the last step, how far the minimiser's condition is missed, relative to the displacement.
+        residual: error of the minimiser's condition after the last step, relative to the displacement.
     """
 
     seed: int
@@ -80,15 +80,15 @@ class ScoringFacts:
 
 @dataclass(frozen=True)
 class RobustnessResult:
-    """Everything that was compared. JSON-able through :meth:`to_dict`.
+    """All comparisons. JSON-able through :meth:`to_dict`.
 
     Attributes:
         config: the options.
         rows: in the order of texts, seeds, methods, ratios and variants (float16 against bfloat16 last).
         scorings: in the order of seeds, methods and variants, float32 first.
-        variants: what each did to the weights, float32 first.
+        variants: how far each changed the weights, float32 first.
         unpruned: (text, variant) -> perplexity before pruning.
-        conditions: what was measured on what.
+        conditions: texts, methods and settings of the measurements.
     """
 
     config: RobustnessConfig
@@ -110,8 +110,8 @@ class RobustnessResult:
         }
 
     def report(self) -> Report:
-        """The tables: a summary, all rows text by text, the variants, the scorings."""
-        tables = [self._summary(), *(self._of_text(text) for text in self.config.texts)]
+        """Return the tables: a summary, all rows text by text, the variants, the scorings."""
+        tables = [self._summary(), *(self._text_table(text) for text in self.config.texts)]
         warned = tuple(f"{s.method}, {s.variant}, seed {s.seed}: {w}" for s in self.scorings for w in s.warnings)
         return Report(
             TITLE,
@@ -133,7 +133,7 @@ class RobustnessResult:
         note = "Over all texts, seeds and ratios; differences in per cent of the second one's perplexity after pruning."
         return Table("Summary", columns, tuple(rows), note)
 
-    def _of_text(self, text: str) -> Table:
+    def _text_table(self, text: str) -> Table:
         axes = self.config.axes
         columns = ("seed", "method", "ratio", "compared", "parameters removed", "PPL of the second",
                    "PPL of the first",

@@ -1,7 +1,7 @@
 """Theorem 1 of MoreauPruner, checked on a function whose Gaussian smoothing has a closed form.
 
-The theorem: for a beta-Lipschitz g, isotropic noise, g_s(w) = E g(w + u) with u ~ N(0, sigma^2 I), and
-0 < rho < sigma/beta, the gradient of the Moreau envelope of g_s is Lipschitz with the constant
+The theorem: let g be beta-Lipschitz, g_s(w) = E g(w + u) with isotropic noise u ~ N(0, sigma^2 I), and
+0 < rho < sigma/beta. Then the gradient of the Moreau envelope of g_s is Lipschitz with the constant
 
     printed:  sigma / min(sigma rho, sigma - rho beta)  =  max(1/rho, sigma / (sigma - rho beta))
     proved:                                                max(1/rho, beta  / (sigma - rho beta))
@@ -56,7 +56,7 @@ class Kinks:
 
     @classmethod
     def random(cls, beta: float, *, dims: int = 6, seed: int = 0) -> Kinks:
-        """As many kinks as dimensions; the first is concave and holds nearly all of beta."""
+        """Draw as many kinks as dimensions; the first is concave and holds nearly all of beta."""
         generator = torch.Generator().manual_seed(seed)
         normals = torch.randn(dims, dims, generator=generator, dtype=torch.float64)
         weights = 0.1 * torch.randn(dims, generator=generator, dtype=torch.float64)
