@@ -44,7 +44,7 @@ from bench._machine import compare_with_dense, environment_of, machine_of, named
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
-from pyprune.fit.attempts import mean_loss, reconstructed
+from pyprune.fit.attempts import mean_loss, reconstruct_copy
 from pyprune.fit.choices import ChoiceOptions
 from pyprune.fit.options import FitOptions
 from pyprune.fit.profile import DENSE
@@ -164,7 +164,7 @@ class Bench:
             "budget": str(budget),
             "arm": arm,
             "seed": seed,
-            "share": round(_share(fitting, quantity, fitting.costs.predicted(quantity, plan)), 5),
+            "share": round(_share(fitting, quantity, fitting.costs.predict(quantity, plan)), 5),
             "plan": plan.summary(),
             "seconds": round(seconds, 1),
             "solutions": self.options.solutions,
@@ -188,7 +188,7 @@ class Bench:
         row = next((r for r in alike if set(r["perplexity"]) == set(self.texts)), None)
         if row is not None:
             return {entry: row.get(entry, "bfloat16") for entry in MEASURED}
-        model = reconstructed(fitting.model, plan, fitting.text["data"], fitting.options.reconstruct)
+        model = reconstruct_copy(fitting.model, plan, fitting.text["data"], fitting.options.reconstruct)
         limits = dict.fromkeys(self.texts, TOKENS)
         computed_in = working_dtype("auto", model.device)
         found = served_perplexities(model, self.tokenizer, self.texts, limits, "bfloat16", computed_in=computed_in)
@@ -234,7 +234,7 @@ class Bench:
             ):
                 write = partial(self._written, profile, Path(work))
                 options = {"room": self.options.resident, "repeats": self.options.repeats}
-                for group, turns in engines.in_groups(write(DENSE), keys, write, **options):
+                for group, turns in engines.time_groups(write(DENSE), keys, write, **options):
                     for key in group:
                         self._keep(profile, quantity, key, turns)
 
@@ -305,7 +305,7 @@ def _limit(row: Mapping[str, Any]) -> tuple[str, str, int]:
 
 def _share(fitting: Fitting, quantity: Quantity, amount: float) -> float:
     """Return an amount as a share of the dense model's."""
-    return amount / fitting.costs.predicted(quantity, fitting.identity)
+    return amount / fitting.costs.predict(quantity, fitting.identity)
 
 
 def _stored_amount(parameters: int, plan: PrunePlan, quantity: Quantity) -> float:
@@ -374,9 +374,9 @@ def _widths(fitting: Fitting) -> Iterator[PrunePlan]:
 
 
 def _first_that_keeps(fitting: Fitting, budget: Budget, plans: Iterator[PrunePlan]) -> PrunePlan | None:
-    dense = {quantity: fitting.costs.predicted(quantity, fitting.identity) for quantity in budget.quantities}
+    dense = {quantity: fitting.costs.predict(quantity, fitting.identity) for quantity in budget.quantities}
     for plan in plans:
-        if not budget.broken({q: fitting.costs.predicted(q, plan) for q in budget.quantities}, dense):
+        if not budget.broken({q: fitting.costs.predict(q, plan) for q in budget.quantities}, dense):
             return plan
     return None
 

@@ -115,7 +115,7 @@ class Bench:
             def write(name: str) -> Model:
                 return self._written(name, plans[name])
 
-            for names, turns in engines.in_groups(dense, list(plans), write, room=room, repeats=repeats):
+            for names, turns in engines.time_groups(dense, list(plans), write, room=room, repeats=repeats):
                 self._record({name: plans[name] for name in names}, turns)
 
     def _record(self, plans: Mapping[str, PrunePlan], turns: Sequence[Timing]) -> None:
@@ -167,8 +167,8 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
         for quantity in WORKLOADS:
             measured = row["measured"][str(quantity)]
             seconds, share = measured["seconds"], measured["share_of_dense"]
-            predicted = costs.predicted(quantity, plan)
-            predicted_share = predicted / costs.predicted(quantity, dense)
+            predicted = costs.predict(quantity, plan)
+            predicted_share = predicted / costs.predict(quantity, dense)
             pair = (predicted / seconds - 1, predicted_share / share - 1)
             errors.setdefault(str(quantity), []).append(pair)
             cells.append(

@@ -25,7 +25,7 @@ import numpy as np
 from bench._command import exit_status, read_names
 from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, Search, Space, UnitScores
 from pyprune.fit.limits import Budget
-from pyprune.fit.quantities import Quantity, Widths
+from pyprune.fit.quantities import CostModel, Quantity, Widths
 from pyprune.fit.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, search_of
 from pyprune.plan import PrunePlan, Sizes
@@ -50,7 +50,7 @@ BUDGETS = (
 )
 
 
-class SyntheticCosts:
+class SyntheticCosts(CostModel):
     """Costs of a LLaMA of some sizes without any machine.
 
     Args:
@@ -60,7 +60,7 @@ class SyntheticCosts:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
 
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+    def base(self, quantity: Quantity, hidden_size: int) -> float:
         """Embedding and head."""
         weights = 2.0 * hidden_size * self.sizes.vocab_size
         return {"parameters": weights, "memory": 2 * weights}.get(quantity.kind, 1e-12 * weights)
@@ -100,11 +100,11 @@ def synthetic(sizes: Sizes, options: ChoiceOptions, seed: int) -> tuple[Search, 
         tuple(LayerScores(values(groups), values(heads), values(sizes.intermediate_size)) for _ in space.layers)
     )
     entries = [
-        BlockLoss(i, widths, sizes.hidden_size, loss, loss)
+        BlockLoss(i, widths, sizes.hidden_size, loss)
         for i, layer in enumerate(space.layers)
         for widths, loss in _anchor_losses(scores.layers[i], anchors_of(layer, ValueOptions()), draw).items()
     ]
-    return search_of(BlockLosses(tuple(entries), 3.0, 1, {}), scores, space), scores
+    return search_of(BlockLosses(tuple(entries)), scores, space), scores
 
 
 def _anchor_losses(scores: LayerScores, anchors: Sequence[Widths], draw: np.random.Generator) -> dict[Widths, float]:

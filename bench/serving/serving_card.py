@@ -163,7 +163,9 @@ class Bench:
         with EngineGroup("vllm", DTYPE, quantities, self.config.vocab_size, SEED, eager=mode == "eager") as engines:
             folders = {name: self._folder(name) for name in names}
             models = {name: (path, json.loads((path / "config.json").read_text())) for name, path in folders.items()}
-            turns: Iterator[Timing] = engines.beside(models.pop(DENSE), models, self.options.repeats, resident=resident)
+            turns: Iterator[Timing] = engines.time_group(
+                models.pop(DENSE), models, self.options.repeats, resident=resident
+            )
             if not resident:  # one engine has all workloads before the next is loaded
                 turns = iter(sorted(turns, key=lambda turn: quantities.index(turn.quantity)))
             for quantity, taken in groupby(turns, key=lambda turn: turn.quantity):

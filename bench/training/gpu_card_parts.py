@@ -114,7 +114,7 @@ def serve(options: argparse.Namespace) -> None:
         cache = cache_bytes(dense[1], workloads, DTYPE)
         room = options.resident or room_for(options.engine, written_bytes(Path(work)), cache)
         with EngineGroup(options.engine, DTYPE, workloads, config.vocab_size) as engines:
-            for group, turns in engines.in_groups(dense, names, write, room=room, repeats=options.repeats):
+            for group, turns in engines.time_groups(dense, names, write, room=room, repeats=options.repeats):
                 for name in group:
                     measured = {q: compare_with_dense(turns, name, q) for q in workloads}
                     lines += _lines(name, measured)

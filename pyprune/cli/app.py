@@ -1,4 +1,4 @@
-"""The ``pyprune`` command: parse options, call the stage that does the work, print what came back."""
+"""Run the ``pyprune`` command: parse options, call the stage that does the work, print the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_ARGUMENT = 100_000
 
 
 class _Commands(TyperGroup):
-    """The commands, which refuse an argument that nobody can have meant before any of them repeats it."""
+    """Refuse arguments that are far too long before an error message of a command repeats them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         longest = max(map(len, args), default=0)
@@ -64,7 +64,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "env": env,
 }
 PASSING_ON = ("serve",)
-"""Commands that hand options they do not know to another program; any other command refuses them."""
+"""Commands that pass unknown options to another program; any other command refuses them."""
 for name, command in COMMANDS.items():
     app.command(name, context_settings={"ignore_unknown_options": name in PASSING_ON})(command)
 

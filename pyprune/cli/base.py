@@ -1,8 +1,8 @@
-"""What the commands share: common options, what stops a command, how results are printed.
+"""Share between the commands the common options, the handling of errors, and the printing of results.
 
-Everything heavy is imported inside the commands, so that ``pyprune --help`` answers at once. Results go to
-stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no
-traceback), 130 stopped with Ctrl-C or SIGTERM, 1 a fault of pyprune itself; of `serve`, once the server runs,
+Heavy modules are imported inside the commands, so that ``pyprune --help`` answers at once. Results are printed to
+stdout, progress and messages to stderr. Exit codes: 0 done, 2 a wrong option or input (one message, no traceback),
+130 stopped with Ctrl-C or SIGTERM, 1 a fault of pyprune itself. Once the server of `serve` runs, its exit codes are
 those of :mod:`pyprune.serving.vllm.supervise`.
 """
 
@@ -30,18 +30,18 @@ PATH_OPTIONS = (
     "model", "pruned", "folder", "against", "teacher", "dense", "ppl", "calibration", "data", "out", "jsonl", "report",
     "profile", "target", "plan", "config", "cache",
 )  # fmt: skip
-"""Parameters of commands that may name something on the disk, which the file for the figures must not be."""
+"""Parameters of commands that may name a file or folder; the file for the figures must be another one."""
 DIVIDED = ("prune", "recover", "reconstruct")
 """Commands that torchrun may start in several processes."""
 REVISIONS = {"revision": "model", "teacher_revision": "teacher", "dense_revision": "dense"}
-"""Parameters of commands that name a revision on the hub -> the one that names the model."""
+"""Parameters of commands that name a revision on the hub -> the parameter that names the model."""
 CONTINUED = ("robustness",)
-"""Commands that find again what their output holds already."""
+"""Commands that continue from the rows in their output."""
 P = ParamSpec("P")
 
 
-def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn what stops a command into one message and an exit code."""
+def guard(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn an error or interruption of a command into one message and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -75,7 +75,7 @@ def say_what_is_loaded(model: str) -> None:
 
 
 def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
-    """What tells the output from an earlier one; None where none is there, or the command has none."""
+    """Identify the output that exists; None if none exists, or the command writes none."""
     from pyprune.runtime.files import written_at
 
     out = options.get("out")
@@ -83,30 +83,26 @@ def _written_at(options: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, interrupted: bool, new: bool) -> int:
-    """Print what stopped a command; return its exit code. ``new``: it has written its output by then."""
+    """Print why a command stopped; return its exit code. ``new``: it had already written its output."""
     end_bars()
     if interrupted or isinstance(error, KeyboardInterrupt):
         say(f"Interrupted. {_kept(command, options, new=new)}", "yellow")
         return INTERRUPTED_CODE
     if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
         text = f"{type(error).__name__}: {shown(str(error))}"
-        say(f"Error: pyprune failed where it should not ({text}). Please report it with what --debug prints.", "red")
+        say(f"Internal error: {text}. Please report this with the output of --debug.", "red")
         return FAILURE_CODE
     text = str(error) if isinstance(error, PypruneError | OSError) else f"not enough memory ({shown(str(error))})"
     kept = _kept_of(options)
-    say(f"Error: {text}" + (f"\nWhat it had reached is kept ({kept}): {_going_on(error)}." if kept else ""), "red")
+    again = "--resume continues it"
+    if isinstance(error, TrainingError):  # values that were not finite
+        again = "--resume would end in the same way, so start again with other options and --overwrite"
+    say(f"Error: {text}" + (f"\nPartial results were kept ({kept}): {again}." if kept else ""), "red")
     return ERROR_CODE
 
 
-def _going_on(error: BaseException) -> str:
-    """What to do with a run that is kept: values that were not finite would be the same again."""
-    if isinstance(error, TrainingError):
-        return "--resume would end in the same way, so start again with other options and --overwrite"
-    return "--resume continues it"
-
-
 def _lacks_memory(error: BaseException) -> bool:
-    """MemoryError, or what torch raises in its place."""
+    """Check for MemoryError, or the RuntimeError that torch raises in its place."""
     text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
@@ -115,7 +111,7 @@ def _lacks_memory(error: BaseException) -> bool:
 
 
 def _check_json_file(options: Mapping[str, Any]) -> None:
-    """Refuse before any work a file for the figures that may not be written, or that the command uses otherwise."""
+    """Refuse a file for the figures that may not be written, or that the command also uses for something else."""
     path = options.get("json_file")
     if path is not None and path != "-":
         from pyprune.runtime.figures import check_figures
@@ -125,7 +121,7 @@ def _check_json_file(options: Mapping[str, Any]) -> None:
 
 
 def _check_revisions(options: Mapping[str, Any]) -> None:
-    """Refuse the revision of a folder: nothing would read it, and a record would name it."""
+    """Refuse the revision of a folder: nothing would read it, but a record would name it."""
     for name, of in REVISIONS.items():
         revision, source = options.get(name), options.get(of)
         if revision is not None and source is not None and os.path.isdir(source):
@@ -140,26 +136,26 @@ def _kept(command: str, options: Mapping[str, Any], *, new: bool) -> str:
     """Say what an interrupted command left behind (outputs appear whole or not at all)."""
     out, samples = options.get("out"), options.get("jsonl")
     if out is None and samples is not None and os.path.isfile(samples):
-        return f"What was measured until then is in {samples}."
+        return f"The samples that were measured are in {samples}."
     if out is None:
         return "Nothing was changed."
     if os.path.isfile(out) and command in CONTINUED:
-        return f"What was finished is in {out}: the same command continues from there."
+        return f"Finished rows are in {out}: the same command continues from there."
     if new:
-        return f"{out} is written; what was to follow it is not done."
+        return f"{out} is written; the steps after it were not done."
     if os.path.isfile(out):
-        return f"{out} is as it was."
+        return f"{out} was not changed."
     kept = _kept_of(options)
-    resumable = f" What it had reached is kept ({kept}): the same command with --resume continues from there."
+    resumable = f" Partial results were kept ({kept}): the same command with --resume continues from there."
     return f"{out} was not written.{resumable if kept else ''}"
 
 
 def _kept_of(options: Mapping[str, Any]) -> str | None:
-    """What a command that can be resumed has kept; None where there is nothing."""
+    """Describe the partial results of a command that can be resumed; None if there are none."""
     out = options.get("out")
     from pyprune.runtime.files import work_folder
 
-    # Without the folder nothing more is imported: Ctrl-C may have stopped an import halfway.
+    # If the folder is missing, import nothing more: Ctrl-C may have interrupted an import.
     if out is None or "resume" not in options or not os.path.isdir(work_folder(out)):
         return None
     from pyprune.run.resume import kept_of_a_run
@@ -186,9 +182,17 @@ GgufFile = Annotated[
         metavar="NAME", help="Name of a .gguf file inside MODEL; its weights are dequantised. Default: safetensors."
     ),
 ]
-RemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run Python code that MODEL brings along. Off unless you give this."),
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in MODEL. Default: refuse.")]
+Device = Annotated[str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any option by its dotted name, as pyprune options lists them. Repeatable."
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")]
+SequenceLength = Annotated[
+    int | None, typer.Option(help="Tokens in a sequence, at most what the model allows. Default: the preset's.")
 ]
 Annotate = Annotated[
     bool,
@@ -202,13 +206,11 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
 ]
-
-
 Split = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Split of a hub data set for --ppl. Default: the one that results are published on (test, or validation).",
+        help="Split of a hub data set for --ppl. Default: test, or validation, on which results are published.",
         show_default=False,
     ),
 ]
@@ -218,6 +220,31 @@ Field = Annotated[
         metavar="NAME", help="Column or .jsonl field with the text of --ppl. Default: text.", show_default=False
     ),
 ]
+
+
+def text_options(source: str | None, samples: int | None, sequence_length: int | None) -> dict[str, Any]:
+    """Name the options of a text as recipes do; None = not given."""
+    return {"data.source": source, "data.samples": samples, "data.sequence_length": sequence_length}
+
+
+def check_out(out: Path | None, reads: Sequence[Any], *, dry_run: bool, resume: bool, overwrite: bool) -> None:
+    """Refuse a run without an output, or with one that cannot be written.
+
+    Args:
+        out: the folder to create; may be missing in a dry run.
+        reads: files and folders that the command reads; None = not given.
+        dry_run: write nothing.
+        resume: continue an interrupted run, which a dry run does not.
+        overwrite: replace ``out``.
+    """
+    from pyprune.runtime.files import check_output
+
+    if out is None and not dry_run:
+        raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
+    if dry_run:
+        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite and out is None})
+    if out is not None:
+        check_output(out, overwrite=overwrite, reads=reads)
 
 
 def refuse_unread(needed: str, options: Mapping[str, bool]) -> None:
@@ -231,22 +258,22 @@ def refuse_unread(needed: str, options: Mapping[str, bool]) -> None:
 
 
 def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
-    """Refuse options that were given beside one that leaves them nothing to do.
+    """Refuse options that have no effect together with another one.
 
     Args:
-        present: that option.
+        present: the other option.
         options: option, as it is written -> whether it was given.
     """
     refuse_idle(options, f"beside {present}; leave one of them out.")
 
 
 def refuse_others_beside(context: typer.Context, present: str, *read: str) -> None:
-    """Refuse every argument and option that was given beside one, other than those that it reads.
+    """Refuse every argument and option that was given together with one that reads only a few.
 
     Args:
         context: of the command.
-        present: that option, as it is written.
-        read: names of the parameters that are allowed, its own among them.
+        present: the one option, as it is written.
+        read: names of the parameters that it reads, its own among them.
     """
     given = {}
     for parameter in context.command.params:
@@ -258,19 +285,23 @@ def refuse_others_beside(context: typer.Context, present: str, *read: str) -> No
 
 
 def refuse_idle(options: Mapping[str, bool], why: str) -> None:
-    """Refuse options that were given and do nothing.
+    """Refuse options that were given but have no effect.
 
     Args:
         options: option, as it is written -> whether it was given.
-        why: what follows "does nothing" in the message.
+        why: words of the message after "does nothing".
     """
-    given = [name for name, is_given in options.items() if is_given]
-    if given:
-        raise ConfigError(f"{', '.join(given)} {'does' if len(given) == 1 else 'do'} nothing {why}")
+    if names := given_names(options):
+        raise ConfigError(f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} nothing {why}")
+
+
+def given_names(options: Mapping[str, bool]) -> list[str]:
+    """Return the options that were given."""
+    return [name for name, is_given in options.items() if is_given]
 
 
 def refuse_split(split: str | None, sources: Sequence[str]) -> None:
-    """Refuse the split of texts that have none: nothing would read it, and a record would name it."""
+    """Refuse the split of texts that have none: nothing would read it, but a record would name it."""
     if split is None or not sources:
         return
     from pyprune.data.sources import has_splits
@@ -281,20 +312,20 @@ def refuse_split(split: str | None, sources: Sequence[str]) -> None:
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
-    """The names in "a, b"."""
+    """Return the names in "a, b"."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def add_to_record(folder: str, **measured: Any) -> None:
-    """Add measured figures to a checkpoint's record and model card, and say so."""
+    """Add measured figures to a checkpoint's record and model card, and report it."""
     from pyprune.checkpoint.record import annotate_checkpoint
 
     annotate_checkpoint(folder, **measured)
-    say(f"Added to the record of {folder}, and to its model card unless somebody edited that.", "dim")
+    say(f"Added to the record of {folder}, and to its model card unless that was edited.", "dim")
 
 
 def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
-    """Print tables and texts; write the data to ``json_file`` too ("-" prints it instead)."""
+    """Print tables and texts, and write the data to ``json_file`` ("-" prints only the data)."""
     from pyprune.runtime.figures import WRITTEN_BY
     from pyprune.runtime.files import write_text
     from pyprune.runtime.report import Table, print_table

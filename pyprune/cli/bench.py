@@ -1,4 +1,4 @@
-"""bench: speed of checkpoints against the dense model, of the engine alone or of servers under load."""
+"""Measure the speed of checkpoints against the dense model, in the engine alone or in servers under load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from pyprune.cli.base import (
     JsonFile,
     Split,
     add_to_record,
-    guarded,
+    given_names,
+    guard,
     output,
     refuse_split,
     refuse_unread,
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 DENSE = "dense"
 SERVED_PROMPT_TOKENS = 512
-"""Default length of prompts: of the one that is timed alone, and of those that servers get."""
+"""Default length of the prompts that servers get."""
 BATCH_SIZE = 64
 KV_GIB = 1.0
 
 
 def _as_gguf_files(files: ExitStack, engine: str, quantise: str | None, models: Mapping[str, str]) -> dict[str, str]:
-    """The GGUF file of each model, in which llama.cpp both reads the text and is timed; nothing for other engines."""
+    """Write the GGUF file of each model, for both perplexity and speed in llama.cpp; none for other engines."""
     from pyprune.serving.engines import GGUF_FORMAT, as_gguf
 
     if engine != "llamacpp":
@@ -46,10 +47,10 @@ def _as_gguf_files(files: ExitStack, engine: str, quantise: str | None, models: 
     return {name: files.enter_context(as_gguf(path, quantise or GGUF_FORMAT)) for name, path in models.items()}
 
 
-def _perplexity(
+def model_perplexity(
     path: str, file: str | None, source: str, protocol: str, *, split: str | None, field: str | None
 ) -> float:
-    """Perplexity of a checkpoint on a text or its ``split`` and ``field``; with a GGUF file, of what llama.cpp runs."""
+    """Measure a checkpoint's perplexity on a text; of a GGUF file, if any, in llama.cpp."""
     if file is None:
         return loaded_perplexity(path, source, protocol, split=split, field=field)
     from pyprune.quality.measure import check_test_text
@@ -57,13 +58,13 @@ def _perplexity(
     from pyprune.serving.gguf.perplexity import gguf_perplexity
 
     if file == path:
-        say(f"{path} does not say on what it was trained, so that {source} may be training text of it.", "dim")
+        say(f"{path} has no record of its training text, which may be {source}.", "dim")
     else:
         check_test_text(path, source, split=split, field=field)
     return gguf_perplexity(file, source, protocol, split=split, field=field).perplexity
 
 
-@guarded
+@guard
 def bench(
     pruned: Annotated[
         list[str],
@@ -94,15 +95,13 @@ def bench(
     precision: Annotated[
         float,
         typer.Option(
-            help="Go on until the 95 % interval of every ratio is no wider than this share of it (0.02 = 2 %), or say "
-            "that it is not. 0: exactly --repeats turns."
+            help="Repeat until the 95 % interval of every ratio is at most this share of it (0.02 = 2 %), or report "
+            "that it is wider. 0: exactly --repeats turns."
         ),
     ] = 0.02,
     max_repeats: Annotated[
         int | None,
-        typer.Option(
-            help="Most turns for --precision. Default: 10, or --repeats where that is more.", show_default=False
-        ),
+        typer.Option(help="Most turns for --precision. Default: 10, or --repeats if that is more.", show_default=False),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations; not with llamacpp.")
@@ -110,8 +109,8 @@ def bench(
     quantise: Annotated[
         str | None,
         typer.Option(
-            help="Format in which llamacpp gets a folder: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 "
-            "or q4_0. Default: q8_0.",
+            help="GGUF format in which llamacpp runs a folder: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, "
+            "q4_1 or q4_0. Default: q8_0.",
             show_default=False,
         ),
     ] = None,
@@ -130,17 +129,17 @@ def bench(
     ] = False,
     concurrency: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="With --serving: requests in flight, one after the other. Default: 1,4,16."),
+        typer.Option(metavar="N,N", help="With --serving: numbers of requests in flight. Default: 1,4,16."),
     ] = None,
     request_rate: Annotated[
         str | None,
-        typer.Option(metavar="R,R", help="With --serving, instead: requests per second, at random moments."),
+        typer.Option(metavar="R,R", help="With --serving, instead of --concurrency: requests per second, at random."),
     ] = None,
     requests: Annotated[
         int | None,
         typer.Option(
-            help="With --serving: requests of a turn. Default: twice those in flight, or ten seconds of the rate, and "
-            "8 or more.",
+            help="With --serving: requests of a turn. Default: twice those in flight, or ten seconds of the rate; at "
+            "least 8.",
             show_default=False,
         ),
     ] = None,
@@ -148,8 +147,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="LIMITS",
-            help="With --serving: goodput, the requests per second that keep limits of ttft, tpot and e2e, such as "
-            "ttft:500ms,tpot:50ms.",
+            help="With --serving: limits of ttft, tpot and e2e, such as ttft:500ms,tpot:50ms; goodput is the requests "
+            "per second that keep them.",
         ),
     ] = None,
     eager: Annotated[
@@ -181,9 +180,9 @@ def bench(
 ) -> None:
     """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing, or servers under load.
 
-    Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup; for
-    llama.cpp, whose PPL is computed by it in the format that is timed, also load time and memory. With --serving:
-    output tokens/s, TTFT, TPOT, ITL and end-to-end times, goodput, load time, memory, and what the cache holds.
+    Prints the papers' table: PR (share removed), PPL, Tokens/s, TI (throughput increase), Latency, Speedup. For
+    llama.cpp, which computes PPL itself in the timed format, also load time and memory. With --serving:
+    output tokens/s, TTFT, TPOT, ITL and end-to-end times, goodput, load time, memory, and the cache's capacity.
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
     """
@@ -196,8 +195,8 @@ def bench(
     if report is None:
         refuse_unread("--report", {"--overwrite": overwrite})
     if ppl is None:
-        given = {"--protocol": protocol != PROTOCOL, "--split": split is not None, "--field": field is not None}
-        refuse_unread("--ppl", given)
+        of_text = {"--protocol": protocol != PROTOCOL, "--split": split is not None, "--field": field is not None}
+        refuse_unread("--ppl", of_text)
     refuse_split(split, [] if ppl is None else [ppl])
     common: dict[str, Any] = {
         "new_tokens": new_tokens,
@@ -218,7 +217,7 @@ def bench(
         "vllm_args": vllm_args,
     }
     alone = {"engine": engine, "batch_size": batch_size, "quantise": quantise}
-    models = {DENSE: against, **named(pruned)}
+    models = {DENSE: against, **short_names(pruned)}
     prepare = _servers if serving else _engine
     check, measure = prepare({**common, "prompts": prompts}, load, alone, jsonl)
     if jsonl is not None:
@@ -227,10 +226,10 @@ def bench(
         _check_report(report, ppl, overwrite=overwrite, reads=[against, *pruned, ppl])
     if engine != "llamacpp":
         warn_of_slow_dtype(dtype, resolve_device("auto"))
-    annotated = named(pruned) if annotate else {}
+    annotated = short_names(pruned) if annotate else {}
     for folder in annotated.values():
         check_annotatable(folder)
-    read = check(models)  # what cannot be timed is an error now, not after the perplexities
+    read = check(models)  # before the perplexities, which take long
     perplexity = None
     with ExitStack() as written:
         files: dict[str, str] = {}
@@ -238,7 +237,7 @@ def bench(
             check_source(ppl)
             files = _as_gguf_files(written, engine, quantise, models)
             perplexity = {
-                name: _perplexity(read[name], files.get(name), ppl, protocol, split=split, field=field)
+                name: model_perplexity(read[name], files.get(name), ppl, protocol, split=split, field=field)
                 for name in models
             }
         found = measure(models, files, perplexity)
@@ -246,29 +245,29 @@ def bench(
     for name, folder in annotated.items():
         quality: dict[str, float] = {}
         if ppl and perplexity:
-            conditions = [*text_conditions(ppl, split, field), *_in_format(engine, quantise)]
+            conditions = [*text_conditions(ppl, split, field), *_format_conditions(engine, quantise)]
             quality = {named_figure(f"{protocol} {ppl}", conditions): round(perplexity[name], 4)}
         add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
     if report is not None and perplexity is not None:
         _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
 
 
-def _in_format(engine: str, quantise: str | None) -> list[str]:
-    """What a perplexity is of where it is not of the checkpoint as it is."""
+def _format_conditions(engine: str, quantise: str | None) -> list[str]:
+    """Name the engine and format of a perplexity that was measured on a GGUF file."""
     from pyprune.serving.engines import GGUF_FORMAT
 
     return ["llama.cpp", quantise or GGUF_FORMAT] if engine == "llamacpp" else []
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What was measured, in the forms in which it goes out.
+class _Measured:
+    """The measurements, in the forms in which they are printed and written.
 
     Attributes:
         figures: for --json.
         printed: tables and texts.
-        tradeoff: gives the report, for the perplexities and what they were measured on.
-        facts: gives what the record of a model of this name is to hold.
+        tradeoff: (perplexities, their text and protocol) -> the report.
+        facts: name of a model -> facts for its record.
     """
 
     figures: dict[str, Any]
@@ -278,13 +277,13 @@ class _Found:
 
 
 Check = Callable[[Mapping[str, str]], Mapping[str, str]]
-"""(models) -> what of each is read for its perplexity, by their names, or an error: they cannot be measured so."""
-Measure = Callable[[Mapping[str, str], Mapping[str, str], Mapping[str, float] | None], _Found]
-"""(models, GGUF files of some of them, perplexities) -> what was measured."""
+"""(models) -> folder or file of each for its perplexity; raises if they cannot be measured with the options."""
+Measure = Callable[[Mapping[str, str], Mapping[str, str], Mapping[str, float] | None], _Measured]
+"""(models, their GGUF files if any, perplexities) -> the measurements."""
 
 
-def named(pruned: Sequence[str]) -> dict[str, str]:
-    """Names for checkpoints in tables: "pruned" for a single one, otherwise the last part of each path."""
+def short_names(pruned: Sequence[str]) -> dict[str, str]:
+    """Name checkpoints in tables: "pruned" for a single one, otherwise the last part of each path."""
     if len(pruned) == 1:
         return {"pruned": pruned[0]}
     found: dict[str, str] = {}
@@ -299,7 +298,7 @@ def named(pruned: Sequence[str]) -> dict[str, str]:
 def _engine(
     common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
 ) -> tuple[Check, Measure]:
-    """Check the options of the engine alone; return what checks models and what measures them with these."""
+    """Check the options of the engine alone; return the functions that check and measure models with them."""
     from pyprune.serving.checkpoints import is_gguf
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.load.tradeoff import speed_tradeoff
@@ -319,28 +318,28 @@ def _engine(
     def check(models: Mapping[str, str]) -> Mapping[str, str]:
         if options["quantise"] is not None and all(map(is_gguf, models.values())):
             raise ConfigError(
-                f"--quantise {options['quantise']} is the format in which folders are written, and every model here is "
-                "a GGUF file already. Leave it out."
+                f"--quantise {options['quantise']} is the format for folders, and every model here is a GGUF file. "
+                "Leave it out."
             )
         workload_of(models, **options)
         return models
 
-    def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
+    def run(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Measured:
         report = measure(models, **options, jsonl=jsonl, gguf_files=files)
-        return _Found(
+        return _Measured(
             report.to_dict(),
             (speed_table(report, perplexity=perplexity), conditions(report)),
             partial(speed_tradeoff, report),
             partial(speed_facts, report),
         )
 
-    return check, found
+    return check, run
 
 
 def _servers(
     common: Mapping[str, Any], load: Mapping[str, Any], alone: Mapping[str, Any], jsonl: Path | None
 ) -> tuple[Check, Measure]:
-    """Check the options of servers under load; return what checks models and what measures them with these."""
+    """Check the options of servers under load; return the functions that check and measure models with them."""
     from pyprune.serving.engines import choose_engine
     from pyprune.serving.load.options import LoadOptions, parse_loads, parse_slo, with_prompts
     from pyprune.serving.load.run import check_servers, measure_serving
@@ -362,14 +361,14 @@ def _servers(
     )
     options.validate()
 
-    def found(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Found:
+    def run(models: Mapping[str, str], files: Mapping[str, str], perplexity: Mapping[str, float] | None) -> _Measured:
         report = measure_serving(models, options, jsonl=jsonl)
         text = load_text(report)
-        return _Found(
+        return _Measured(
             report.to_dict(),
             (load_table(report), server_table(report, perplexity=perplexity), text),
             partial(load_tradeoff, report),
-            # The conditions beside each figure: what another run with other loads measured stays.
+            # Each figure with its conditions, so that the figures of a run with other loads remain.
             lambda name: {
                 key: entry
                 for x in options.loads
@@ -383,7 +382,7 @@ def _servers(
     def check(models: Mapping[str, str]) -> Mapping[str, str]:
         return {name: str(folder) for name, folder in check_servers(models, options).items()}
 
-    return check, found
+    return check, run
 
 
 def _refuse_with_serving(alone: Mapping[str, Any]) -> None:
@@ -392,10 +391,9 @@ def _refuse_with_serving(alone: Mapping[str, Any]) -> None:
         f"--batch-size {alone['batch_size']}": alone["batch_size"] != BATCH_SIZE,
         f"--quantise {alone['quantise']}": alone["quantise"] is not None,
     }
-    given = [name for name, is_given in wrong.items() if is_given]
-    if given:
+    if names := given_names(wrong):
         raise ConfigError(
-            f"{', '.join(given)} cannot be combined with --serving, which measures `vllm serve` under the load of "
+            f"{', '.join(names)} cannot be combined with --serving, which measures `vllm serve` under the load of "
             "--concurrency or --request-rate."
         )
 
@@ -404,7 +402,7 @@ def _words(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ConfigError(f"--vllm-args is {shown(text)}, which cannot be divided into words ({error}).") from error
+        raise ConfigError(f"--vllm-args is {shown(text)}, which cannot be split into words ({error}).") from error
 
 
 def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequence[str | None]) -> None:
@@ -413,7 +411,7 @@ def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequ
     from pyprune.runtime.report import check_charts
 
     if ppl is None:
-        raise ConfigError("--report shows quality against speed, so it needs the quality: give --ppl SOURCE.")
+        raise ConfigError("--report shows quality against speed, so it needs --ppl SOURCE.")
     check_charts()
     check_output(folder, overwrite=overwrite, reads=reads)
 

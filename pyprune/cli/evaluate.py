@@ -1,4 +1,4 @@
-"""eval: perplexity and tasks."""
+"""Measure perplexity and tasks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from pyprune.cli.base import (
     Annotate,
     Debug,
+    Device,
     Field,
     GgufFile,
     JsonFile,
@@ -18,7 +19,7 @@ from pyprune.cli.base import (
     Split,
     add_to_record,
     comma_separated,
-    guarded,
+    guard,
     output,
     refuse_split,
     refuse_unread,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 PROTOCOL, BATCH_SIZE = "ppl-2048", 8
 
 
-@guarded
+@guard
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder (pruned or not) or hub id.")],
     ppl: Annotated[
@@ -63,14 +64,12 @@ def evaluate(
         bool | None,
         typer.Option(
             "--bos/--no-bos",
-            help="Begin every window and prompt with the bos token, or none. Default: as the model's family expects it "
+            help="Begin every window and prompt with the bos token, or none. Default: as the model's family expects "
             "(Gemma: yes).",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
-    device: Annotated[
-        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
-    ] = "auto",
+    device: Device = "auto",
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
@@ -123,32 +122,31 @@ def evaluate(
     tables = []
     if measured:
         rows = tuple((r.source, r.protocol, r.perplexity, r.windows, r.tokens) for r in measured)
-        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _told(of_texts)))
+        tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _note(of_texts)))
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
         if found.mean_accuracy is not None:
             left_out = found.without_accuracy
             of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
             flat.append((f"mean of {of}", "acc", found.mean_accuracy))
-        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _told(of_tasks)))
-    output(
-        {"model": model, "conditions": of_texts | of_tasks, **found.to_dict()}, json_file, *tables
-    )  # first: figures that were measured must not be lost to a full disk
+        tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _note(of_tasks)))
+    # Print before annotating: a full disk must not lose the figures.
+    output({"model": model, "conditions": of_texts | of_tasks, **found.to_dict()}, json_file, *tables)
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
         add_to_record(model, quality=_facts(found, parts, limit, dtype, bos))
 
 
-def _told(conditions: Mapping[str, str | int | None]) -> str:
-    """What is not as usual, for the line below a table."""
-    told = [f"{name} {value}" for name, value in conditions.items() if value not in (None, "float32")]
-    return f"Measured with: {', '.join(told)}." if told else ""
+def _note(conditions: Mapping[str, str | int | None]) -> str:
+    """List the conditions that are not the default, for the line below a table."""
+    unusual = [f"{name} {value}" for name, value in conditions.items() if value not in (None, "float32")]
+    return f"Measured with: {', '.join(unusual)}." if unusual else ""
 
 
 def _facts(
     found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str, bos: bool | None
 ) -> dict[str, float]:
-    """What the record is to hold: figures under names that say what of a text (``parts``) or task they are of."""
+    """Name the figures for the record, with the part of the text (``parts``) or task that was measured."""
     computed = [dtype] if dtype != "float32" else []
     computed += [] if bos is None else ["with bos" if bos else "without bos"]
     of_task = [f"{limit} examples"] if limit is not None else []
@@ -163,7 +161,7 @@ def _facts(
 
 
 def text_conditions(source: str, split: str | None, field: str | None, max_tokens: int | None = None) -> list[str]:
-    """What of a text was read, in words, where it was not all of the usual part."""
+    """Describe the part of a text that was read, if it was not all of the default part."""
     from pyprune.data.sources import has_splits
 
     first = None if max_tokens is None else f"{max_tokens:,} tokens"
@@ -172,26 +170,20 @@ def text_conditions(source: str, split: str | None, field: str | None, max_token
 
 
 def named_figure(name: str, conditions: Sequence[str]) -> str:
-    """A figure's name in a record, with what it is true for."""
+    """Name a figure in a record, with its conditions."""
     return f"{name} ({', '.join(conditions)})" if conditions else name
 
 
 def loaded_perplexity(
     path: str, source: str, protocol: str, *, split: str | None = None, field: str | None = None
 ) -> float:
-    """Load a checkpoint, measure one text with it, and give its memory back."""
-    from pyprune.quality.measure import evaluate as measure
-
-    perplexity = measure(path, ppl=source, protocol=protocol, split=split, field=field).perplexity[0].perplexity
-    _release_device_memory()  # the engine that follows wants nearly all of it
-    return perplexity
-
-
-def _release_device_memory() -> None:
+    """Load a checkpoint, measure one text with it, and release its memory."""
     import gc
 
-    import torch
+    from pyprune.quality.measure import evaluate as measure
+    from pyprune.runtime.device import empty_cache
 
+    perplexity = measure(path, ppl=source, protocol=protocol, split=split, field=field).perplexity[0].perplexity
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache()  # the engine that is started next needs nearly all of it
+    return perplexity

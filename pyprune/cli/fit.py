@@ -1,9 +1,9 @@
-"""fit: from a budget to a checkpoint."""
+"""Fit a model to a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +17,13 @@ from pyprune.cli.base import (
     RemoteCode,
     Resume,
     Revision,
-    guarded,
+    Settings,
+    guard,
     output,
     refuse_beside,
     refuse_idle,
     say_what_is_loaded,
+    text_options,
 )
 from pyprune.cli.profile import Mismatch
 from pyprune.errors import ConfigError, did_you_mean
@@ -34,22 +36,21 @@ if TYPE_CHECKING:
     from pyprune.fit.profile import Profile
 
 DEFAULT_WEIGHTS = "bfloat16"
-"""Format of the weights where neither an option nor a profile says one."""
+"""Format of the weights if neither an option nor a profile names one."""
 OF_TIMING = ("rounds", "slack", "spare")
-"""Options that only a search reads which times its candidates."""
+"""Options that only a search with timed candidates reads."""
 
 
-@guarded
+@guard
 def fit(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
     budget: Annotated[
         list[str],
         typer.Option(
             metavar="LIMIT[,LIMIT]",
-            help="What the model may take: parameters=100M, memory@4096=120MB, prefill@2048<=900ms, "
+            help="Limits of the model: parameters=100M, memory@4096=120MB, prefill@2048<=900ms, "
             "tokens_per_second@64x128>=800, time_to_first_token@512<=200ms, speedup>=1.3, throughput_increase>=1.2, or "
-            "a share of the dense model (memory=60%). Several limits hold together; with --sweep each --budget is one "
-            "point.",
+            "a share of the dense model (memory=60%). All limits are kept; with --sweep each --budget is one point.",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create: the checkpoint, or the sweep's report.")],
@@ -57,15 +58,15 @@ def fit(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="What this machine takes (pyprune profile). Default: the one of this model and --weights; it is "
-            "measured first where there is none and a time is limited.",
+            help="Profile of this machine (pyprune profile). Default: the one of this model and --weights; it is "
+            "measured first if none exists and a time is limited.",
             show_default=False,
         ),
     ] = None,
     engine: Annotated[
         str,
         typer.Option(
-            help="That is to run the model: auto (llamacpp for a GGUF format, else vLLM if installed), vllm, "
+            help="Engine that will run the model: auto (llamacpp for a GGUF format, else vLLM if installed), vllm, "
             "transformers or llamacpp."
         ),
     ] = "auto",
@@ -73,7 +74,7 @@ def fit(
         str | None,
         typer.Option(
             metavar="FORMAT",
-            help="How the model will be exported, which memory and widths depend on: bfloat16, float16, float32, "
+            help="Format of the exported weights, which decides memory and widths: bfloat16, float16, float32, "
             "w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, "
             "else q8_0 for llamacpp and bfloat16 for other engines.",
             show_default=False,
@@ -81,9 +82,7 @@ def fit(
     ] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Devices that are to share every layer, whose widths N then divides. Default: 1."
-        ),
+        typer.Option(metavar="N", help="Devices that share every layer; its widths are multiples of N. Default: 1."),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -91,26 +90,19 @@ def fit(
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 160.")] = None,
     sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. solve.solutions=3."),
-    ] = None,
+    set_: Settings = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Write a table and charts of what each --budget allows, and its plans.")
+        bool, typer.Option("--sweep", help="Write the best plan for each --budget, and a table and charts of them.")
     ] = False,
     no_recover: Annotated[
         bool, typer.Option("--no-recover", help="Write the winner reconstructed, without training it.")
     ] = False,
     no_timing: Annotated[
-        bool,
-        typer.Option(
-            "--no-timing",
-            help="Trust the predicted times, and do not run beside the dense model what was written.",
-        ),
+        bool, typer.Option("--no-timing", help="Trust the predicted times, and do not time the written model.")
     ] = False,
     cache: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for scores, losses and candidates. Default: DIR.fit beside --out."),
+        typer.Option(metavar="DIR", help="Folder for scores, losses and candidates. Default: DIR.fit next to --out."),
     ] = None,
     allow_mismatch: Mismatch = False,
     gguf_file: GgufFile = None,
@@ -135,19 +127,18 @@ def fit(
     from pyprune.runtime.report import check_charts
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
-    given = {"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length,
-             "tensor_parallel": tensor_parallel}  # fmt: skip
-    options = _options(given, set_ or ())
+    named = text_options(calibration, samples, sequence_length) | {"tensor_parallel": tensor_parallel}
+    options = _options(named, set_ or ())
     _refuse_untimed(set_ or (), budgets, timed=not no_timing, sweep=sweep)
     if not (profile or sweep or budgets[0].timed):
         refuse_idle({"--allow-mismatch": allow_mismatch}, "here: no profile is read. Leave it out.")
     source = ModelSource(model, gguf_file, revision, trust_remote_code)
-    engine, weights = _target(engine, weights, named=profile is not None)
-    # What cannot be written or read is refused before a profile is measured, which takes long.
+    engine, weights = choose_engine_and_format(engine, weights, named=profile is not None)
+    # Refuse unreadable texts and outputs that cannot be written before a profile is measured, which takes long.
     check_sources(options.data.sources)
     resolve_device(options.device)
     check_cache(cache, out)
-    if not allow_mismatch:  # else it is said where the model is opened
+    if not allow_mismatch:  # else opening the model warns
         check_devices(budgets, options, weights, engine, allow=False)
     if sweep:
         if resume or no_recover:
@@ -158,20 +149,20 @@ def fit(
         check_outputs(out, model, options, resume=resume, overwrite=overwrite)
         if weights is not None:
             check_export(out, weights, overwrite=overwrite)
-    wanted = _profile(source, budgets, profile, engine, weights, options, sweep=sweep, allow=allow_mismatch)
+    measured = _profile(source, budgets, profile, engine, weights, options, sweep=sweep, allow=allow_mismatch)
     shared: dict[str, Any] = {
         "options": options,
-        "weights": weights or (wanted.dtype if wanted else DEFAULT_WEIGHTS),
-        "profile": wanted,
+        "weights": weights or (measured.dtype if measured else DEFAULT_WEIGHTS),
+        "profile": measured,
         "allow_mismatch": allow_mismatch,
         "cache": cache,
         "timed": not no_timing,
         "overwrite": overwrite,
     }
-    # What widths run well is learnt from a profile: the same command with counted limits alone would take no profile.
+    # The profile decides which widths run well, but the same command with counted limits alone would take no profile.
     again = f"--cache {shared['cache'] or cache_of(out)}"
-    if wanted is not None and profile is None:
-        again += f" --profile {wanted.name}"
+    if measured is not None and profile is None:
+        again += f" --profile {measured.name}"
     if sweep:
         _sweep(source, budgets, out, shared, json_file, again)
     else:
@@ -179,40 +170,35 @@ def fit(
         _fit(source, budgets[0], out, shared, json_file, again)
 
 
-def _options(given: dict[str, Any], settings: Any) -> FitOptions:
-    """The defaults, changed by what was given on the command line."""
+def _options(named: dict[str, Any], settings: Sequence[str]) -> FitOptions:
+    """Change the defaults by the options of the command line."""
     from pyprune.fit.options import FitOptions
     from pyprune.run.recipe import merge, nest, parse_setting
 
-    data: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is not None:
-            data = merge(data, nest(name, value))
-    for setting in settings:
-        data = merge(data, parse_setting(setting))
-    options = FitOptions.from_dict(merge(FitOptions().to_dict(), data))
+    changes = [nest(name, value) for name, value in named.items() if value is not None]
+    options = FitOptions.from_dict(reduce(merge, [*changes, *map(parse_setting, settings)], FitOptions().to_dict()))
     options.validate()
     return options
 
 
 def _refuse_untimed(settings: Sequence[str], budgets: list[Budget], *, timed: bool, sweep: bool) -> None:
-    """Refuse options of the search by measured times where no candidate is timed, and turns where nothing is."""
+    """Refuse options of a search with timed candidates if none is timed, and ``repeats`` if no model is."""
     from pyprune.run.recipe import dotted_names, parse_setting
 
     limits = any(budget.timed for budget in budgets)
-    given = {name for text in settings for name in dotted_names(parse_setting(text))}
+    names = {name for text in settings for name in dotted_names(parse_setting(text))}
     why = "with --no-timing predicted times are trusted" if limits else "no budget limits a time"
     if not (timed and limits):
-        refuse_idle({name: name in given for name in OF_TIMING}, f"here: {why}. Leave it out.")
-    if sweep and not limits:  # nor is what was written timed
-        why = "here: a sweep writes no model, and no budget limits a time. Leave it out."
-        refuse_idle({"repeats": "repeats" in given}, why)
+        refuse_idle({name: name in names for name in OF_TIMING}, f"here: {why}. Leave it out.")
+    repeats = {"repeats": "repeats" in names}
+    if sweep and not limits:
+        refuse_idle(repeats, "here: a sweep writes no model, and no budget limits a time. Leave it out.")
     if not timed:
-        refuse_beside("--no-timing", {"repeats": "repeats" in given})
+        refuse_beside("--no-timing", repeats)
 
 
-def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:
-    """Engine and format of the weights, where one of them says what the other is; a named profile says both."""
+def choose_engine_and_format(engine: str, weights: str | None, *, named: bool) -> tuple[str, str | None]:
+    """Choose engine and format of the weights by each other; a named profile decides both."""
     from pyprune.fit.formats import weight_format
     from pyprune.fit.profiling.timing import default_dtype
     from pyprune.serving.engines import ENGINES
@@ -231,7 +217,7 @@ def _target(engine: str, weights: str | None, *, named: bool) -> tuple[str, str 
 
 
 def _engines_of(weights: str) -> tuple[str, ...]:
-    """Engines that run a format."""
+    """Return the engines that run a format."""
     from pyprune.fit.formats import weight_format
 
     by_layout = {"gguf": ("llamacpp",), "plain": ("vllm", "transformers")}
@@ -249,10 +235,10 @@ def _profile(
     sweep: bool,
     allow: bool,
 ) -> Profile | None:
-    """The profile that was named; else this model's own, where times are limited, or a sweep can tell them.
+    """Load the named profile; else this model's own if times are limited, or for the times in a sweep's report.
 
-    For a sweep alone none is measured. A single model that no time limits is fitted without one: its search, and so
-    the run that resumes it, does not depend on what was stored in between.
+    A sweep without limits on times does not measure one. A single model without such limits uses none: its search, and
+    a run that resumes it, must not depend on a profile that is stored later.
     """
     from pyprune.fit.profile import Profile
 
@@ -260,8 +246,8 @@ def _profile(
         found = Profile.load(named)
         if engine not in ("auto", found.engine):
             raise ConfigError(
-                f"{engine} is to run the model, by --engine or the format of --weights, and the profile {found.name} "
-                f"is of {found.engine}. Leave out one of them."
+                f"--engine or the format of --weights asks for {engine}, and the profile {found.name} is of "
+                f"{found.engine}. Leave out one of them."
             )
         if weights is not None and found.engine not in _engines_of(weights):
             raise ConfigError(
@@ -269,7 +255,7 @@ def _profile(
                 f"{found.engine}. Leave out one of them."
             )
         if not allow:
-            found.check()  # before the model is loaded; a mismatch that is allowed is said when it was
+            found.check()  # before the model is loaded, which warns of a mismatch that is allowed
         return found
     from pyprune.fit.fit import check_counted
     from pyprune.fit.time_winner import profile_of, stored_profile
@@ -297,10 +283,10 @@ def _fit(
         tables += [speed_table(found.speed), conditions(found.speed)]
     written = f"{out} and {found.exported}" if found.exported else str(out)
     steps = (
-        f"Wrote {written}, and what was measured to {report_of(out)}/report.html. "
+        f"Wrote {written}, and the measurements to {report_of(out)}/report.html. "
         f"Next: pyprune eval {out} --ppl wikitext2",
-        "Another budget for the same model costs its own candidates alone: the same command with another --budget and "
-        f"--out, and {again}",
+        "Another budget for the same model takes only the time of its candidates: the same command with another "
+        f"--budget and --out, and {again}",
     )
     output(found.to_dict(), json_file, *tables, *steps)
 
@@ -314,11 +300,11 @@ def _sweep(
     points = find(source, budgets, out=out, **shared)
     found = {point.budget for point in points}
     data = {"points": [point.to_dict() for point in points], "nothing": [str(b) for b in budgets if b not in found]}
-    each = "that something keeps" if data["nothing"] else "of the sweep"
+    each = "that some model keeps" if data["nothing"] else "of the sweep"
     written = f"Wrote {out}: report.html, report.md and a plan for each budget {each}."
     output(data, json_file, sweep_table(points), written)
     say(
-        "To write one of them: the same command without --sweep, with its budget alone, another --out, and "
-        f"{again}, where its candidates are known.",
+        "To write one of them, give the same command without --sweep, with its budget alone, another --out, and "
+        f"{again}, which has its candidates.",
         "dim",
     )

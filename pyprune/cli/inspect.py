@@ -1,4 +1,4 @@
-"""inspect, methods and env."""
+"""Print facts about a checkpoint, the methods and the environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, JsonFile, guarded, output
+from pyprune.cli.base import Debug, JsonFile, guard, output
 from pyprune.errors import how_to_install
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ MEASURED = ("quality", "speed")
 """Sections of a record that hold figures."""
 
 
-@guarded
+@guard
 def inspect(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Print what a checkpoint is: architecture, parameters, bytes, sizes, plan, how it was made, what was measured.
+    """Print a checkpoint's architecture, parameters, bytes, sizes and plan, how it was made, and its measured figures.
 
-    The record of what was done may be long; --json has all of it.
+    The record of how it was made may be long; --json has all of it.
 
     Example: pyprune inspect pruned/
     """
@@ -39,13 +39,13 @@ def inspect(
     from pyprune.serving.checkpoints import read_checkpoint
     from pyprune.serving.widths import COLUMNS, layer_widths
 
-    checkpoint = _as_loaded(read_checkpoint(folder))  # verifies it
+    checkpoint = _use_loaded_sizes(read_checkpoint(folder))  # verifies it
     record = read_record(checkpoint.folder)
     provenance = record.provenance if record else {}
     rows = [*_sizes(checkpoint), *_plan(record)]
     shown_above = {name for name, _ in rows}
-    rows += [(k, v) for k, v in _told(provenance) if k not in shown_above and k != "training_marks"]
-    rows += [(f"{section}: {k}", v) for section in MEASURED for k, v in _told(provenance.get(section))]
+    rows += [(k, v) for k, v in _short_facts(provenance) if k not in shown_above and k != "training_marks"]
+    rows += [(f"{section}: {k}", v) for section in MEASURED for k, v in _short_facts(provenance.get(section))]
     data = {
         "folder": folder,
         "architecture": checkpoint.architecture,
@@ -58,9 +58,10 @@ def inspect(
     output(data, json_file, Table(folder, ("", "value"), tuple(rows)))
 
 
-def _as_loaded(checkpoint: Checkpoint) -> Checkpoint:
-    """With the sizes and parameters of the model that is made of it: files may hold more (a head that is tied, buffers
-    of early releases), and config.json may leave sizes to its class. Of what pyprune does not load, as the files say.
+def _use_loaded_sizes(checkpoint: Checkpoint) -> Checkpoint:
+    """Take sizes and parameters from the model that the checkpoint loads as, if pyprune can load it.
+
+    Files may hold more (a tied head, buffers of early releases), and config.json may leave sizes to its class.
     """
     from pyprune.checkpoint.configuration import read_dense_config
     from pyprune.errors import CheckpointError, UnsupportedModelError
@@ -77,7 +78,7 @@ def _as_loaded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _sizes(checkpoint: Checkpoint) -> Rows:
-    """What engines load; of widths that differ between layers the least and the most, 0 where a block is skipped."""
+    """List the sizes that engines load; unequal widths as least and most, 0 for a skipped block."""
     from pyprune.plan import spread
     from pyprune.serving.widths import ffn_field, layer_widths
 
@@ -106,18 +107,18 @@ def _plan(record: PruningRecord | None) -> Rows:
     return [("plan", record.plan.summary()), ("removed layers", removed)]
 
 
-def _told(facts: Any) -> Rows:
-    """Facts that fit on a line."""
+def _short_facts(facts: Any) -> Rows:
+    """Return the facts that fit on a line."""
     named = facts.items() if isinstance(facts, Mapping) else ()
     return [(name, value) for name, value in named if isinstance(value, str | int | float)]
 
 
-@guarded
+@guard
 def methods(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as README has it.")] = False,
     debug: Debug = False,
 ) -> None:
-    """List every method with what it removes and its presets, those of other packages too.
+    """List every method, also those of other packages, with the units that it removes and its presets.
 
     Example: pyprune methods
     """
@@ -130,9 +131,9 @@ def methods(
         print_table(methods_table())
 
 
-@guarded
+@guard
 def env(json_file: JsonFile = None, debug: Debug = False) -> None:
-    """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is there."""
+    """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is installed."""
     from pyprune.ops import backend_report
     from pyprune.runtime.report import Table
     from pyprune.serving.engines import vllm_installed
@@ -140,8 +141,8 @@ def env(json_file: JsonFile = None, debug: Debug = False) -> None:
 
     record = environment_record()
     data = {**record, "vllm": vllm_installed(), "backends": backend_report()}
-    rows: list[tuple[str, str]] = [(name, version) for name, version in record["versions"].items()]
-    rows += [
+    rows = [
+        *record["versions"].items(),
         ("python", record["python"]),
         ("system", record["system"]),
         ("device", f"{record['device']} ({record['cpus']} CPUs)"),

@@ -1,4 +1,4 @@
-"""options."""
+"""List the options of a method or command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, JsonFile, guarded, output
+from pyprune.cli.base import Debug, JsonFile, guard, output
 from pyprune.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pyprune.config.describe import OptionDescription
 
 OTHERS = ("recover", "reconstruct", "fit")
-"""Commands with options behind --set, beside prune, whose options a preset has."""
+"""Commands with options for --set, in addition to prune, whose options a preset has."""
 
 
-@guarded
+@guard
 def options(
     name: Annotated[
         str,
@@ -29,16 +29,16 @@ def options(
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """List what --set takes and recipes hold: every option, its value, what it may be and what it means.
+    """List the options for --set and recipes: name, value, allowed values and meaning of each.
 
     Example: pyprune options elder --find gates
     """
     from pyprune.run.recipe import is_among
     from pyprune.runtime.report import Table
 
-    config, idle, off = _of(name)
+    config, idle, off = options_of(name)
     left_out = [*off, *(option for options in idle.values() for option in options)]
-    found = [each for each in _described(config) if not is_among(each.name, left_out)]
+    found = [each for each in list_options(config) if not is_among(each.name, left_out)]
     if find is not None:
         found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
         hidden = [option for option in left_out if find.lower() in option.lower()]
@@ -52,12 +52,12 @@ def options(
         {"name": name, "options": [vars(each) for each in found], "unread": idle, "switched_off": off},
         json_file,
         table,
-        *([f"Left out, because nothing in this run would read it: {note}."] if note else []),
+        *([f"Left out, because nothing in this run reads it: {note}."] if note else []),
     )
 
 
-def _described(config: Config) -> list[OptionDescription]:
-    """Every option; those of a text that is not named have the values that naming one gives them."""
+def list_options(config: Config) -> list[OptionDescription]:
+    """List every option; those of a text that is not named have the values that naming one gives them."""
     from pyprune.config.describe import describe_options
     from pyprune.config.run import PruneConfig
     from pyprune.run.recipe import write_out_texts
@@ -71,34 +71,23 @@ def _described(config: Config) -> list[OptionDescription]:
     return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in found]
 
 
-def _of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:
-    """The options of a name, what of them no stage would read, and what the values of others switch off."""
+def options_of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:
+    """Return the options of a name, those that no stage would read, and those that other values switch off."""
+    from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
+    from pyprune.fit.options import FitOptions
     from pyprune.methods.registry import presets
     from pyprune.run.recipe import build_config, switched_off, unread
 
     if name in OTHERS:
-        return _of_command(name), {}, {}
+        return (RecoverCheckpointConfig, ReconstructCheckpointConfig, FitOptions)[OTHERS.index(name)](), {}, {}
     if name not in presets():
         raise ConfigError(did_you_mean(name, [*presets(), *OTHERS], "method, preset or command"))
     config = build_config(preset=name)
     return config, unread(config), switched_off(config)
 
 
-def _of_command(name: str) -> Config:
-    from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
-    from pyprune.fit.options import FitOptions
-
-    kinds: dict[str, Any] = {
-        "recover": RecoverCheckpointConfig,
-        "reconstruct": ReconstructCheckpointConfig,
-        "fit": FitOptions,
-    }
-    found: Config = kinds[name]()
-    return found
-
-
 def _text(value: Any) -> str:
-    """As a recipe has it."""
+    """Write a value as a recipe does."""
     import json
 
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""profile and predict: what models cost on this machine."""
+"""Measure and predict the cost of models on this machine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from pyprune.cli.base import Debug, JsonFile, comma_separated, guarded, output, refuse_unread
+from pyprune.cli.base import Debug, JsonFile, comma_separated, guard, output, refuse_unread
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from transformers import PretrainedConfig
 
-    from pyprune.fit.cost import ExactCosts
     from pyprune.fit.measured import MeasuredCosts
     from pyprune.fit.profile import Profile
-    from pyprune.fit.quantities import Quantity
     from pyprune.plan import PrunePlan
     from pyprune.runtime.report import Cell, Table
 
@@ -26,18 +24,18 @@ T = TypeVar("T")
 LARGEST = 10_000_000
 Mismatch = Annotated[
     bool,
-    typer.Option("--allow-mismatch", help="Use a profile of another machine or version in spite of that; it is said."),
+    typer.Option("--allow-mismatch", help="Use a profile of another machine or version, with a warning."),
 ]
 
 
-@guarded
+@guard
 def profile(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Folder with config.json or hub id of the dense model.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to write. Default: kept by name in the user's cache folder."),
+        typer.Option(metavar="FILE", help="File to write. Default: a file in the user's cache folder, found by name."),
     ] = None,
     engine: Annotated[
         str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
@@ -63,26 +61,26 @@ def profile(
         str | None,
         typer.Option(
             metavar="BxN,BxN+P",
-            help="Sequences at a time x new tokens of each, + the tokens of each prompt where they are long; "
+            help="Sequences at a time x new tokens of each, + the tokens of each prompt if prompts are long; "
             "or none. Default: 64x128,1x128,4x64+1024, or those that MODEL reads.",
             show_default=False,
         ),
     ] = None,
     probes: Annotated[
-        int | None, typer.Option(help="Most probes beside the dense model. Default: all, about a dozen.")
+        int | None, typer.Option(help="Most probes in addition to the dense model. Default: all, about a dozen.")
     ] = None,
     resident: Annotated[
         int | None,
-        typer.Option(help="Engines loaded at once, the dense model's among them. Default: what the memory holds."),
+        typer.Option(help="Engines loaded at once, the dense model's among them. Default: as many as fit in memory."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure what models of MODEL's family and sizes cost on this machine: attention, FFN, layers, hidden size.
+    """Measure how the time of models like MODEL depends on attention, FFN, layers and hidden size on this machine.
 
-    About a dozen small checkpoints with random weights are timed in turns with the dense model (speed depends on shapes
-    alone) and deleted. `pyprune predict` and `pyprune fit` read the file.
+    About a dozen small checkpoints with random weights are timed in turns with the dense model (speed depends only on
+    shapes) and deleted. `pyprune predict` and `pyprune fit` read the file.
 
     Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
     """
@@ -106,8 +104,8 @@ def profile(
         check_figures(out, model, option="--out", ours=lambda data: "probes" in data)  # an earlier profile
     elif device == "cpu" and engine != "llamacpp" and (names := accelerators()):
         raise ConfigError(
-            f"--device is cpu, and profiles are kept by name for the device that engines take by themselves, "
-            f"{names[0]} here; name a file with --out, and give it to fit and predict with --profile."
+            f"--device is cpu, and profiles are kept by name for the device that engines choose, {names[0]} here; name "
+            "a file with --out, and give it to fit and predict with --profile."
         )
     else:
         check_stored()
@@ -120,7 +118,7 @@ def profile(
     output({"profile": str(path), "name": taken.name, **summary(costs)}, json_file, *tables, *notes, where)
 
 
-@guarded
+@guard
 def predict(
     profile: Annotated[
         str, typer.Option(metavar="NAME", help="Profile of the dense model: its name, or the path of its file.")
@@ -129,16 +127,16 @@ def predict(
         str | None,
         typer.Argument(
             metavar="[PLAN]",
-            help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's. Without it, what the "
-            "profile measured is printed.",
+            help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's. Default: print the "
+            "measurements of the profile.",
             show_default=False,
         ),
     ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
-            help="Formats of the weights to count memory for: float32, bfloat16, float16, w8a8-int8, w8a16, w4a16, "
-            "fp8, or a GGUF format. Default: the profile's dtype.",
+            help="Formats in which memory is counted: float32, bfloat16, float16, w8a8-int8, w8a16, w4a16, fp8, or a "
+            "GGUF format. Default: the profile's dtype.",
             show_default=False,
         ),
     ] = None,
@@ -150,7 +148,7 @@ def predict(
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what a plan or checkpoint takes: prefill, time to first token, tokens/s, weights and key/value cache.
+    """Predict the cost of a plan or checkpoint: prefill, time to first token, tokens/s, weights and key/value cache.
 
     Example: pyprune predict pruned/ --profile profile.json --weights bfloat16,q8_0
     """
@@ -164,7 +162,8 @@ def predict(
         refuse_unread("PLAN", {"--allow-mismatch": allow_mismatch})
         if weights is not None or context is not None:
             raise ConfigError(
-                "--weights and --context are of a PLAN's memory: name a plan or a checkpoint, or leave them out."
+                "--weights and --context need a PLAN, whose memory is counted: name a plan or a checkpoint, or leave "
+                "them out."
             )
         costs = MeasuredCosts(known)
         output({"name": known.name, **summary(costs)}, json_file, fit_table(costs), probes_table(costs))
@@ -180,12 +179,12 @@ def predict(
 
 
 def _workloads(text: str, read: Callable[[str, str], T]) -> tuple[T, ...]:
-    """Each part of "512,2048" as it is read; nothing for "none"."""
+    """Read each part of "512,2048"; nothing for "none"."""
     return () if text.strip() == "none" else tuple(read(part, text) for part in comma_separated(text) or [text])
 
 
 def _with_prompt(part: str, text: str) -> tuple[int, ...]:
-    """The (sequences, tokens) in "64x128", and the prompts' length in "4x64+1024"."""
+    """Return (sequences, tokens) of "64x128", and also the prompts' length of "4x64+1024"."""
     batch, sign, prompt = part.partition("+")
     return (*_batch(batch), *([_count(prompt, text)] if sign else []))
 
@@ -204,7 +203,7 @@ def _count(part: str, text: str) -> int:
 
 
 def summary(costs: MeasuredCosts) -> dict[str, Any]:
-    """How well the profile's fit holds, and the multiples that its products suggest, as plain data."""
+    """Return the errors of the profile's fit, and the multiples that its products suggest, as plain data."""
     from dataclasses import asdict
 
     from pyprune.fit.sizes import SizeRules, column_times
@@ -223,37 +222,29 @@ def summary(costs: MeasuredCosts) -> dict[str, Any]:
         for quantity, fit in costs.fits.items()
     }
     times = {str(multiple): seconds for multiple, seconds in column_times(costs.profile.products).items()}
-    return {"fits": fits, "sizes": asdict(SizeRules.learnt(costs.profile)), "seconds_per_column": times}
+    return {"fits": fits, "sizes": asdict(SizeRules.learn(costs.profile)), "seconds_per_column": times}
 
 
 def fit_table(costs: MeasuredCosts) -> Table:
-    """One row for each workload: the dense model's time, and how well left-out probes are predicted."""
+    """Make a row for each workload: the dense model's time, and the errors of predicting left-out probes."""
     from pyprune.fit.sizes import SizeRules
     from pyprune.runtime.report import Table
 
     rows: list[tuple[Cell, ...]] = []
     for quantity, fit in costs.fits.items():
         worst, error = fit.left_out_worst
-        rows.append(
-            (
-                str(quantity),
-                fit.seconds["dense"],
-                len(fit.seconds),
-                f"{max(fit.spread.values()):.1%}",
-                f"{fit.residual:.1%}",
-                f"{fit.left_out_median:.1%}",
-                f"{error:+.1%} ({worst})",
-            )
-        )
+        shares = (max(fit.spread.values()), fit.residual, fit.left_out_median)
+        percent = (f"{share:.1%}" for share in shares)
+        rows.append((str(quantity), fit.seconds["dense"], len(fit.seconds), *percent, f"{error:+.1%} ({worst})"))
     profile = costs.profile
-    rules = SizeRules.learnt(profile)
+    rules = SizeRules.learn(profile)
     columns = ("workload", "dense (s)", "models", "largest spread", "fit", "left out: median", "left out: worst")
     note = f"{profile.machine['device']}, {profile.engine}, {profile.dtype}. Good FFN widths: {rules.ffn_multiple}s."
     return Table(f"Profile {profile.name}", columns, tuple(rows), note)
 
 
 def probes_table(costs: MeasuredCosts) -> Table:
-    """One row for each probe: what stays in it, and how many times as fast as the dense model it was."""
+    """Make a row for each probe: its name, and its speed as a multiple of the dense model's."""
     from pyprune.runtime.report import Table
 
     rows: list[tuple[Cell, ...]] = []
@@ -266,7 +257,7 @@ def probes_table(costs: MeasuredCosts) -> Table:
 
 
 def plan_of(target: str) -> PrunePlan:
-    """The plan in a file or checkpoint; a folder without a record is taken for the dense model.
+    """Read the plan in a file or checkpoint; a folder without a record is taken for the dense model.
 
     Args:
         target: a plan's JSON file or a checkpoint folder.
@@ -296,7 +287,7 @@ def plan_of(target: str) -> PrunePlan:
 
 
 def _config(profile: Profile) -> PretrainedConfig:
-    """The dense model's configuration, as the profile keeps it."""
+    """Restore the dense model's configuration from the profile."""
     from transformers import AutoConfig
 
     values = {name: value for name, value in profile.config.items() if name != "model_type"}
@@ -310,7 +301,7 @@ def _predictions(
     formats: tuple[str, ...],
     context: tuple[int, int],
 ) -> list[tuple[str, dict[str, float]]]:
-    """(what, {dense, plan}) of everything that can be predicted; times in seconds, memory in bytes."""
+    """Predict every quantity as (name with unit, {dense, plan})."""
     from pyprune.fit.cost import ExactCosts
     from pyprune.fit.quantities import Quantity
     from pyprune.plan import PrunePlan
@@ -318,32 +309,23 @@ def _predictions(
     dense = PrunePlan.identity(plan.model_type, plan.dense)
     rows: list[tuple[str, dict[str, float]]] = []
     for quantity in measured.fits:
-        both = {"dense": measured.predicted(quantity, dense), "plan": measured.predicted(quantity, plan)}
+        both = {"dense": measured.predict(quantity, dense), "plan": measured.predict(quantity, plan)}
         if quantity.kind == "prefill":
             rows.append((f"{quantity}, time to first token (ms)", {k: 1000 * v for k, v in both.items()}))
         else:
             tokens = quantity.batch * quantity.tokens
             rows.append((f"{quantity} (tokens/s)", {k: tokens / v for k, v in both.items()}))
     batch, tokens = context
-    # Each as its own export has it: in w4a16 the groups of scales follow from the widths.
-    plans = {"dense": dense, "plan": plan}
+    plans, cache = {"dense": dense, "plan": plan}, Quantity("memory", tokens, batch)
     for number, name in enumerate(formats):
-        costs = {who: (own, ExactCosts.of_plan(config, name, own)) for who, own in plans.items()}
-        if not number:
-            rows.append(("parameters", _counted(costs, Quantity("parameters"))))
-        for quantity in (Quantity("memory", 0), Quantity("memory", tokens, batch)):
-            cache = f" + {quantity}" if quantity.tokens else ""
-            rows.append((f"weights in {name}{cache} (MB)", _counted(costs, quantity, 1e6)))
+        # In w4a16 the groups of scales follow from the widths of each plan.
+        costs = {who: ExactCosts.of(config, name, plan=each) for who, each in plans.items()}
+        counted = [] if number else [("parameters", Quantity("parameters"), 1.0)]
+        counted.append((f"weights in {name} (MB)", Quantity("memory", 0), 1e6))
+        counted.append((f"weights in {name} + {cache} (MB)", cache, 1e6))
+        for label, quantity, unit in counted:
+            rows.append((label, {who: costs[who].predict(quantity, plans[who]) / unit for who in plans}))
     return rows
-
-
-def _counted(
-    costs: Mapping[str, tuple[PrunePlan, ExactCosts]], quantity: Quantity, unit: float = 1.0
-) -> dict[str, float]:
-    """What each plan takes of a quantity, in a unit."""
-    from pyprune.fit.quantities import predicted
-
-    return {who: predicted(own, quantity, plan) / unit for who, (plan, own) in costs.items()}
 
 
 def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]]) -> Table:

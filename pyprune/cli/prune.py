@@ -1,4 +1,4 @@
-"""prune."""
+"""Prune a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from pyprune.cli.base import (
     RemoteCode,
     Resume,
     Revision,
-    guarded,
-    refuse_beside,
+    Samples,
+    SequenceLength,
+    Settings,
+    check_out,
+    guard,
     say_what_is_loaded,
+    text_options,
 )
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import installed_names, own_methods, presets
@@ -55,12 +59,12 @@ def _presets() -> str:
     papers = [name for name in presets() if name.endswith("-paper")]
     others = [name for name in presets() if name not in (*methods, *papers)]
     return (
-        f"Named set of options: {', '.join(methods)} (what the method of that name starts from); the papers' "
+        f"Named set of options: {', '.join(methods)} (the defaults of the method of that name); the papers' "
         f"constants: {', '.join(papers)}; also {', '.join(others)}."
     )
 
 
-@guarded
+@guard
 def prune(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
     out: Annotated[
@@ -82,33 +86,22 @@ def prune(
         typer.Option(metavar="UNIT", help="Unit of --ratio: layers, hidden or parameters. Default: the method's own."),
     ] = None,
     config: Recipe = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=_presets(),
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Any option by its dotted name, e.g. recover.train.steps=20. Repeatable."
-        ),
-    ] = None,
+    preset: Annotated[str | None, typer.Option(metavar="NAME", help=_presets())] = None,
+    set_: Settings = None,
     recovery: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="What follows the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill (the dense "
-            "model as teacher as well). Default: the preset's own.",
+            help="Training after the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill (with the "
+            "dense model as teacher). Default: the preset's own.",
         ),
     ] = None,
     uniform: Annotated[
         bool,
         typer.Option(
             "--uniform",
-            help="Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers are "
-            "open). Default: each layer its own.",
+            help="Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers may "
+            "be cut). Default: each layer its own.",
         ),
     ] = False,
     plan: Annotated[
@@ -124,10 +117,8 @@ def prune(
             "a .txt/.jsonl(.gz) file. Default: the preset's.",
         ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence, at most what MODEL allows. Default: the preset's.")
-    ] = None,
+    samples: Samples = None,
+    sequence_length: SequenceLength = None,
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
@@ -137,8 +128,8 @@ def prune(
         str,
         typer.Option(
             metavar="WHERE",
-            help="Where processes of torchrun have MODEL while nothing trains: device (each a whole one), host (the "
-            "first), or auto: host where it fills more than half of a device.",
+            help="Where processes of torchrun keep MODEL while nothing trains: device (a whole copy each), host (one "
+            "copy, in the first process), or auto: host if it fills more than half of a device.",
         ),
     ] = "auto",
     dry_run: Annotated[
@@ -150,15 +141,8 @@ def prune(
 
     Example: pyprune prune HuggingFaceTB/SmolLM2-135M --method elder --ratio 0.25 --out pruned/
     """
-    if out is None and not dry_run:
-        raise typer.BadParameter("give the folder to create, for example --out pruned/", param_hint="--out")
+    check_out(out, [config, model, calibration], dry_run=dry_run, resume=resume, overwrite=overwrite)
     from pyprune.run.recipe import build_config
-    from pyprune.runtime.files import check_output
-
-    if dry_run:
-        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite and out is None})
-    if out is not None:
-        check_output(out, overwrite=overwrite, reads=[config, model, calibration])
 
     options = build_config(
         preset=preset,
@@ -170,9 +154,7 @@ def prune(
             "ratio_of": ratio_of,
             "score.uniform": uniform or None,
             "plan": str(plan) if plan is not None else None,
-            "data.source": calibration,
-            "data.samples": samples,
-            "data.sequence_length": sequence_length,
+            **text_options(calibration, samples, sequence_length),
         },
         settings=set_ or (),
     )
@@ -213,11 +195,8 @@ def _warn_of_unread_text(
     }
     idle = [name for name, (value, used) in given.items() if value is not None and value not in used]
     if idle:
-        why = (
-            "the plan decides what is removed"
-            if config.plan is not None
-            else f"method {config.method!r} decides without text"
-        )
+        planned = config.plan is not None
+        why = "the plan decides what is removed" if planned else f"method {config.method!r} decides without text"
         rest = f"the text of {' and '.join(read)} is another one" if read else "nothing else of this run reads text"
         warn(f"{', '.join(idle)} would do nothing: {why}, and {rest}.")
 

@@ -1,4 +1,4 @@
-"""recover and reconstruct: a second run on a pruned checkpoint."""
+"""Recover or reconstruct a pruned checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyprune.cli.base import Debug, Overwrite, Recipe, RemoteCode, Resume, guarded, refuse_beside, say_what_is_loaded
+from pyprune.cli.base import (
+    Debug,
+    Overwrite,
+    Recipe,
+    RemoteCode,
+    Resume,
+    Samples,
+    SequenceLength,
+    Settings,
+    check_out,
+    guard,
+    say_what_is_loaded,
+    text_options,
+)
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -16,9 +29,9 @@ if TYPE_CHECKING:
     from pyprune.train.objective import TrainReport
 
 
-@guarded
+@guard
 def recover(
-    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a model that is cut already.")],
+    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a pruned model.")],
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint. Required unless --dry-run."),
@@ -27,8 +40,8 @@ def recover(
         str | None,
         typer.Option(
             metavar="DENSE",
-            help="The model that PRUNED was cut from, to learn from: its logits, and its hidden states where "
-            "distillation uses them. Default: none, the text alone.",
+            help="Teacher: the model that PRUNED was cut from. Its logits are learnt, and its hidden states if "
+            "distillation uses them. Default: none; only the text is learnt.",
         ),
     ] = None,
     teacher_gguf_file: Annotated[
@@ -45,14 +58,7 @@ def recover(
         ),
     ] = None,
     config: Recipe = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any option by its dotted name, e.g. recover.distill.hidden=0.1 or recover.adapters=none. Repeatable.",
-        ),
-    ] = None,
+    set_: Settings = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -61,23 +67,21 @@ def recover(
             ".txt/.jsonl(.gz) file. Default: the preset's, else wikitext2.",
         ),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")] = None,
-    sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence, at most what PRUNED allows. Default: the preset's.")
-    ] = None,
+    samples: Samples = None,
+    sequence_length: SequenceLength = None,
     keep_adapter: Annotated[
         bool,
         typer.Option(
             "--keep-adapter",
-            help="Also write the LoRA adapters by themselves, in PEFT's format, to the folder adapter inside DIR. Load "
-            "them on top of PRUNED, not of DIR. Default: they are merged only.",
+            help="Also write the LoRA adapters alone, in PEFT's format, to the folder adapter inside DIR. Load them on "
+            "top of PRUNED, not of DIR. Default: only merge them.",
         ),
     ] = False,
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what the training would hold in memory; write nothing.")
+        bool, typer.Option("--dry-run", help="Print how much memory the training would take; write nothing.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -85,22 +89,14 @@ def recover(
 
     Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
     """
-    if out is None and not dry_run:
-        raise typer.BadParameter("give the folder to create, for example --out recovered/", param_hint="--out")
+    check_out(out, [config, pruned, teacher, data], dry_run=dry_run, resume=resume, overwrite=overwrite)
     from pyprune.run.recipe import build_recovery
-    from pyprune.runtime.files import check_output
 
-    if dry_run:
-        refuse_beside("--dry-run", {"--resume": resume, "--overwrite": overwrite and out is None})
-    if out is not None:
-        check_output(out, overwrite=overwrite, reads=[config, pruned, teacher, data])
     options = build_recovery(
         preset=preset,
         recipe=config,
         options={
-            "data.source": data,
-            "data.samples": samples,
-            "data.sequence_length": sequence_length,
+            **text_options(data, samples, sequence_length),
             "recover.distill": {} if teacher is not None else None,  # a teacher alone means the default weights
             "keep_adapter": True if keep_adapter else None,
         },
@@ -119,7 +115,7 @@ def recover(
     report = recover_checkpoint(source, options, out=out, teacher=dense, resume=resume, overwrite=overwrite)
     _print_recovered(report, out)
     if options.keep_adapter:
-        print(f"The adapters alone are in {out / ADAPTER}; they belong on {pruned}, which is as it was.")
+        print(f"The adapters alone are in {out / ADAPTER}; load them on top of {pruned}, which was not changed.")
 
 
 def _print_recovered(report: TrainReport, out: Path) -> None:
@@ -137,7 +133,7 @@ def _print_recovered(report: TrainReport, out: Path) -> None:
     print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
 
 
-@guarded
+@guard
 def reconstruct(
     pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder that pyprune prune wrote.")],
     dense: Annotated[
@@ -151,14 +147,7 @@ def reconstruct(
         str | None, typer.Option(help="Branch, tag or commit of MODEL from the hub. Default: its main branch.")
     ] = None,
     config: Recipe = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any option by its dotted name, e.g. least_squares.readers=true. Repeatable.",
-        ),
-    ] = None,
+    set_: Settings = None,
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -177,19 +166,11 @@ def reconstruct(
 
     Example: pyprune reconstruct pruned/ --dense HuggingFaceTB/SmolLM2-135M --out reconstructed/
     """
+    check_out(out, [config, pruned, dense, calibration], dry_run=False, resume=False, overwrite=overwrite)
     from pyprune.run.recipe import build_reconstruction
-    from pyprune.runtime.files import check_output
 
-    check_output(out, overwrite=overwrite, reads=[config, pruned, dense, calibration])
-    options = build_reconstruction(
-        recipe=config,
-        options={
-            "data.source": calibration,
-            "data.samples": samples,
-            "data.sequence_length": sequence_length,
-        },
-        settings=set_ or (),
-    )
+    text = text_options(calibration, samples, sequence_length)
+    options = build_reconstruction(recipe=config, options=text, settings=set_ or ())
     say_what_is_loaded(pruned)
     from pyprune.checkpoint.load import ModelSource
     from pyprune.run.reconstruct import reconstruct_checkpoint

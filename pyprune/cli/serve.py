@@ -1,4 +1,4 @@
-"""export and serve."""
+"""Export and serve a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pyprune.cli.base import Debug, GgufFile, Overwrite, guarded
+from pyprune.cli.base import Debug, GgufFile, Overwrite, given_names, guard
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.runtime.progress import warn
@@ -15,7 +15,7 @@ from pyprune.runtime.progress import warn
 FILE_FORMATS = ("safetensors", "gguf")
 
 
-@guarded
+@guard
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
     out: Annotated[Path, typer.Option(metavar="PATH", help="Folder to create; with --format gguf, the file.")],
@@ -34,8 +34,7 @@ def export(
     target: Annotated[
         str,
         typer.Option(
-            help="auto (as it is stored: what was cut by pyprune is stock where the sizes allow), stock (refuse "
-            "otherwise), or pruned "
+            help="auto (as stored: a stock architecture if the sizes allow one), stock (refuse other sizes), or pruned "
             "(pyprune's own, with sizes per layer)."
         ),
     ] = "auto",
@@ -47,7 +46,7 @@ def export(
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
-    """Write MODEL as a safetensors checkpoint that vLLM and Transformers load, or as a GGUF file; a plan stays with it.
+    """Write MODEL as a safetensors checkpoint for vLLM and Transformers, or as a GGUF file; its plan is written too.
 
     Example: pyprune export pruned/ --format gguf --quantise q8_0 --out pruned.gguf
     """
@@ -76,7 +75,7 @@ def export(
 
 
 def _refuse_quantise(quantise: str | None, file_format: str) -> None:
-    """Each file format has formats of its own for matrices."""
+    """Refuse a format of matrices that the file format does not have."""
     from pyprune.serving.gguf.blocks import FORMATS
     from pyprune.serving.quantise import SCHEMES
 
@@ -94,9 +93,8 @@ def _refuse_quantise(quantise: str | None, file_format: str) -> None:
 
 
 def _refuse_with_gguf(target: str, dtype: str | None, gguf_file: str | None) -> None:
-    given = {"--target": target != "auto", "--dtype": dtype is not None, "--gguf-file": gguf_file is not None}
-    wrong = [name for name, is_given in given.items() if is_given]
-    if wrong:
+    options = {"--target": target != "auto", "--dtype": dtype is not None, "--gguf-file": gguf_file is not None}
+    if wrong := given_names(options):
         raise ConfigError(
             f"{', '.join(wrong)} cannot be combined with --format gguf: the sizes decide on llama.cpp's architecture, "
             "--quantise sets the format of the weights, and the source is a safetensors checkpoint."
@@ -115,7 +113,7 @@ def _export_gguf(model: str, out: Path, quantise: str, *, overwrite: bool) -> No
         warn_of_slow_checkpoint(Path(model), quantise)
 
 
-@guarded
+@guard
 def serve(
     # no Path: that would make a hub id of ./owner/name
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
@@ -123,12 +121,12 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[VLLM OPTIONS]",
-            help="Options of `vllm serve`, handed on as they are. After a --, also those that pyprune has: -- --help.",
+            help="Options of `vllm serve`, passed on unchanged; after a --, also those that pyprune has: -- --help.",
         ),
     ] = None,
     no_verify: Annotated[
         bool,
-        typer.Option("--no-verify", help="Do not compare the files with their checksums first (PYPRUNE_VERIFY=0)."),
+        typer.Option("--no-verify", help="Do not verify the checksums of the files first (PYPRUNE_VERIFY=0)."),
     ] = False,
     debug: Debug = False,
 ) -> None:

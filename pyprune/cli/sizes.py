@@ -1,4 +1,4 @@
-"""What commands say of a cut model's sizes that run slowly."""
+"""Warn about sizes of a pruned model that run slowly."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ SHOWN_SIZES = 4
 
 
 def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, config: PruneConfig | None = None) -> None:
-    """Name every layer whose widths run slowly in a format; what the dense model had is as it was.
+    """Warn about every layer whose widths run slowly in a format, unless they are the dense model's.
 
-    Nothing is said of a folder without a plan, or in a format without rules. For a model that was fitted in that format
-    the rules are those of its search.
+    A folder without a plan and a format without rules are skipped. For a model that was fitted in that format the rules
+    are those of its search.
 
     Args:
         folder: that was written, or the source of a GGUF file.
         quantise: format of the matrices; None = the dtype of config.json.
-        config: of the run that made the plan, whose options keep to other sizes; None = it is past.
+        config: of the run that made the plan, to advise on its options; None = the run ended earlier.
     """
     from pyprune.checkpoint.record import has_record, read_pruning_json
     from pyprune.fit.sizes import SizeRules, slow_sizes
     from pyprune.runtime.files import read_json
 
     record = read_pruning_json(folder) if has_record(folder) else None
-    plan = record.plan if record is not None else None
-    if record is None or plan is None:
+    if record is None or (plan := record.plan) is None:
         return
     weights = quantise or str(read_json(folder / "config.json").get("dtype"))
-    rules = SizeRules.of_record(record.provenance.get("fit", {}), weights)
+    rules = SizeRules.read(record.provenance.get("fit", {}), weights)
     slow = slow_sizes(plan, rules) if rules is not None else []
     if slow and rules is not None:
         more = f" And {len(slow) - SHOWN_SIZES} more." if len(slow) > SHOWN_SIZES else ""
@@ -45,7 +44,7 @@ def warn_of_slow_checkpoint(folder: Path, quantise: str | None = None, config: P
 
 
 def _options_for(rules: SizeRules, config: PruneConfig, plan: PrunePlan) -> list[str]:
-    """Options that the run has not, by which it would have kept to the rules where it did not."""
+    """Return the options with which the run would have kept to the rules that it broke."""
     if config.plan is not None:
         return []
     dense, score = plan.dense, config.score

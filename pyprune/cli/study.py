@@ -1,4 +1,4 @@
-"""robustness: experiments about methods."""
+"""Compare methods on slightly other weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import typer
 
 from pyprune.cli.base import (
     Debug,
+    Device,
     GgufFile,
     JsonFile,
     RemoteCode,
     Revision,
+    Settings,
     comma_separated,
-    guarded,
+    guard,
     output,
     refuse_others_beside,
+    text_options,
 )
 from pyprune.errors import ConfigError, OutputError, shown
 from pyprune.methods.registry import score_presets
@@ -26,7 +29,7 @@ LONGEST_NUMBER = 20
 """Digits of a whole number."""
 
 
-@guarded
+@guard
 def robustness(
     context: typer.Context,
     model: Annotated[
@@ -52,13 +55,13 @@ def robustness(
         str,
         typer.Option(
             metavar="A,B",
-            help="What is compared with the float32 weights, comma-separated: rounded to bfloat16, float16 or int8, or "
-            "moved by a random low-rank update (lora).",
+            help="Weights to compare with the float32 weights, comma-separated: rounded to bfloat16, float16 or int8, "
+            "or moved by a random low-rank update (lora).",
         ),
     ] = "bfloat16,float16,lora,int8",
     axes: Annotated[
         str,
-        typer.Option(metavar="A,B", help="What may be removed: heads,ffn, or hidden (the paper's channel-wise table)."),
+        typer.Option(metavar="A,B", help="Units to remove: heads,ffn, or hidden (the paper's channel-wise table)."),
     ] = "heads,ffn",
     seeds: Annotated[str, typer.Option(metavar="A,B", help="Seeds of the calibration samples, comma-separated.")] = "0",
     calibration: Annotated[
@@ -87,25 +90,16 @@ def robustness(
         float, typer.Option(help="Its Frobenius norm relative to that of each matrix, between 0 and 1.")
     ] = 0.01,
     lora_seed: Annotated[int, typer.Option(help="Its seed.", metavar="INTEGER")] = 0,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Any option of all methods by its dotted name, e.g. score.first_layer=2. Repeatable.",
-        ),
-    ] = None,
+    set_: Settings = None,
     out: Annotated[
         Path,
         typer.Option(
             metavar="FILE",
-            help="JSON lines that keep what is finished (an existing file is continued); the tables are written "
-            "next to it as .md.",
+            help="JSON lines of finished work (an existing file is continued); the tables are written next to it as "
+            ".md.",
         ),
     ] = Path("robustness.jsonl"),
-    device: Annotated[
-        str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")
-    ] = "auto",
+    device: Device = "auto",
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
@@ -116,10 +110,10 @@ def robustness(
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Compare what scoring methods remove from MODEL and from the same model with slightly other weights.
+    """Compare the units that scoring methods remove from MODEL and from MODEL with slightly other weights.
 
-    Each variant is scored once a method, ranked to every ratio and measured as a masked model: its perplexity compared
-    with the pruned float32 model's, and the Jaccard overlap of the removed units.
+    Each variant is scored once per method, ranked to every ratio and measured as a masked model: its perplexity against
+    the pruned float32 model's, and the Jaccard overlap of the removed units.
 
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
     """
@@ -147,7 +141,7 @@ def robustness(
         protocol=protocol,
         max_tokens=tokens,
         adapter=Adapter(lora_rank, lora_size, lora_seed),
-        options={"data.source": calibration, "data.samples": samples, "data.sequence_length": sequence_length},
+        options=text_options(calibration, samples, sequence_length),
         settings=tuple(set_ or ()),
     )
     config.validate()

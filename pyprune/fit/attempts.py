@@ -1,4 +1,4 @@
-"""Candidates for a budget, tried for real: cut, reconstructed, judged on text that nothing was fitted to, and timed."""
+"""Try candidates for a budget: cut, reconstruct, and judge them on text that nothing was fitted to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.data.tokens import Batch
 from pyprune.families import count_parameters
-from pyprune.fit.quantities import CostModel, Quantity, Widths
+from pyprune.fit.quantities import Quantity
 from pyprune.fit.solve import Solution
 from pyprune.plan import PrunePlan
 from pyprune.quality.perplexity import perplexity
@@ -26,15 +26,15 @@ from pyprune.runtime.records import RecordFile, digest
 
 @dataclass(frozen=True)
 class Attempt:
-    """A candidate and what became of it.
+    """A candidate and its measurements.
 
     Attributes:
         solution: of the search.
-        plan: what stays.
+        plan: of its kept units.
         parameters: of the cut model, counted.
         perplexities: kind of text -> perplexity of the reconstructed model on the judged windows.
-        measured: what it took when it was run, seconds; empty = it was not timed.
-        dense: the same of the dense model in the same turns.
+        measured: its measured seconds; empty = it was not timed.
+        dense: the dense model's seconds in the same turns.
     """
 
     solution: Solution
@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def loss(self) -> float:
-        """Mean over the kinds of text of the cross-entropy, nats a token: what candidates are compared by."""
+        """Mean over the kinds of text of the cross-entropy, nats a token, by which candidates are compared."""
         return mean_loss(self.perplexities)
 
     @property
@@ -56,7 +56,7 @@ class Attempt:
 
     @property
     def amounts(self) -> dict[Quantity, float]:
-        """What it takes of everything that is limited: measured where it was timed, else predicted."""
+        """Its amounts of all limited quantities: measured if it was timed, else predicted."""
         return {**self.solution.predicted, **self.measured}
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,11 +76,13 @@ def mean_loss(perplexities: Mapping[str, float]) -> float:
     return sum(map(math.log, perplexities.values())) / len(perplexities)
 
 
-def reconstructed(dense: PreTrainedModel, plan: PrunePlan, text: Batch, options: ReconstructConfig) -> PreTrainedModel:
-    """A copy of a model, cut by a plan and reconstructed.
+def reconstruct_copy(
+    dense: PreTrainedModel, plan: PrunePlan, text: Batch, options: ReconstructConfig
+) -> PreTrainedModel:
+    """Copy a model, cut the copy by a plan and reconstruct it.
 
     Args:
-        dense: stays as it is.
+        dense: is not changed.
         plan: of it.
         text: to reconstruct on.
         options: of the reconstruction.
@@ -93,15 +95,15 @@ def reconstructed(dense: PreTrainedModel, plan: PrunePlan, text: Batch, options:
 
 
 class Tries:
-    """Reconstructs plans and judges them; what was judged once is kept.
+    """Reconstructs plans and judges them, each plan once.
 
     Args:
-        dense: the dense model; comes back as it was.
+        dense: the dense model; is not changed.
         text: to reconstruct on.
         judged: to judge on, windows [N, T] with their kinds.
         options: of the reconstruction.
         path: a JSONL file for the perplexities; None = in memory.
-        identity: what tells this model and text from others, plain JSON data.
+        identity: of this model and text, plain JSON data.
     """
 
     def __init__(
@@ -127,25 +129,25 @@ class Tries:
         }
 
     def judge(self, plan: PrunePlan) -> tuple[dict[str, float], int]:
-        """Perplexity of a plan by kind of text, reconstructed but not trained, and its parameters.
+        """Measure the perplexity of a plan by kind of text, reconstructed but not trained; count its parameters.
 
         Args:
             plan: of the dense model.
         """
         key = digest([self._identity, plan.to_dict()])
-        known = self._records.of("attempt")
-        if key not in known:
+        record = self._records.of("attempt").get(key)
+        if record is None:
             model = self.model(plan)
-            found = {"perplexities": self.perplexities(model), "parameters": count_parameters(model)}
-            self._records.add({"kind": "attempt", "key": key, "plan": plan.summary(), **found})
-        return dict(known[key]["perplexities"]), int(known[key]["parameters"])
+            facts = {"perplexities": self.perplexities(model), "parameters": count_parameters(model)}
+            record = self._records.add({"kind": "attempt", "key": key, "plan": plan.summary(), **facts})
+        return dict(record["perplexities"]), int(record["parameters"])
 
     def model(self, plan: PrunePlan) -> PreTrainedModel:
-        """The dense model cut by a plan and reconstructed; a new one."""
-        return reconstructed(self.dense, plan, self._text, self._options)
+        """Make a copy of the dense model, cut by a plan and reconstructed."""
+        return reconstruct_copy(self.dense, plan, self._text, self._options)
 
     def perplexities(self, model: PreTrainedModel) -> dict[str, float]:
-        """Perplexity of a model on the judged windows, by kind of text."""
+        """Measure the perplexity of a model on the judged windows, by kind of text."""
         batch, length = self._judged, self._judged.ids.shape[1]
         return {
             kind: perplexity(
@@ -153,28 +155,3 @@ class Tries:
             ).perplexity
             for kind, rows in batch.rows_by_kind().items()
         }
-
-
-class Corrected:
-    """A cost model whose predictions are multiplied by what measurements showed: measured over predicted.
-
-    Args:
-        costs: what is corrected.
-        factors: quantity -> factor; 1 where none is given.
-    """
-
-    def __init__(self, costs: CostModel, factors: Mapping[Quantity, float]) -> None:
-        self._costs = costs
-        self._factors = dict(factors)
-
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
-        """See :class:`CostModel`."""
-        return self._factors.get(quantity, 1.0) * self._costs.fixed(quantity, hidden_size)
-
-    def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
-        """See :class:`CostModel`."""
-        return self._factors.get(quantity, 1.0) * self._costs.layer(quantity, hidden_size, widths)
-
-    def head_pair(self, quantity: Quantity) -> float:
-        """See :class:`CostModel`."""
-        return self._factors.get(quantity, 1.0) * self._costs.head_pair(quantity)

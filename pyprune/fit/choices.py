@@ -1,14 +1,14 @@
-"""What every layer may become, and which of its units stay at a width: the scorer's order. No torch here.
+"""List the choices of every layer, and rank its units by score. Does not import torch.
 
-A layer keeps some KV groups with their query heads (or fewer query heads of each group), some FFN channels, skips its
-attention or its MLP, or goes as a whole. The widths of a layer say how many; which units that are follows from their
-scores alone: those with the smallest go first, ties by the smaller index, as in every local ranking of this package.
-The hidden size is one choice for the whole model.
+A layer keeps some KV groups with their query heads (or fewer query heads of each group) and some FFN channels, skips
+its attention or its MLP, or is removed as a whole. The widths of a layer are numbers of units; the scores decide which
+units are removed: the smallest first, ties by the smaller index, as in every local ranking of this package. The hidden
+size is one choice for the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Skip = Literal["attention", "mlp", "layer"]
 DROPPED = Widths(0, 0, 0)
-"""The choice of a layer that goes as a whole."""
-
-
+"""The choice of a layer that is removed as a whole."""
+Obstacle = Callable[[PrunePlan], str | None]
+"""(plan) -> why it cannot be run; None = it can."""
 RULED = ("ffn_multiple", "kv_heads_multiple", "query_heads_multiple")
-"""Options that give way to what runs well on the target (:meth:`ChoiceOptions.with_rules`)."""
+"""Options that the rules for the target replace (:meth:`ChoiceOptions.with_rules`)."""
 
 
 @dataclass(frozen=True)
 class ChoiceOptions(Config):
-    """What layers may become.
+    """The choices of layers.
 
     Attributes:
         ffn_shares: FFN widths as shares of the dense width, rounded to ``ffn_multiple``; the dense width is always one.
-        ffn_multiple: FFN widths are multiples of it (the dense width stays allowed).
-        head_counts: most different numbers of KV groups a layer may keep, beside skipped attention; evenly spaced
-            where the model has more.
+        ffn_multiple: FFN widths are multiples of it (the dense width is always allowed).
+        head_counts: most different numbers of KV groups that a layer may keep, in addition to skipped attention; evenly
+            spaced if the model has more.
         kv_heads_multiple: numbers of KV groups are multiples of it (tensor parallelism).
-        query_heads_multiple: the same for query heads.
-        query_heads: also take query heads out of the kept groups, as many of each.
-        skips: what may be skipped: attention or mlp of a kept layer, or a whole layer.
-        keep_first: layers at the beginning of the model that stay whole.
-        keep_last: layers at its end that stay whole.
-        hidden: hidden sizes to try besides the dense one.
+        query_heads_multiple: numbers of query heads are multiples of it.
+        query_heads: also remove query heads from the kept groups, the same number from each.
+        skips: blocks that may be skipped: attention or mlp of a kept layer, or a whole layer.
+        keep_first: layers at the beginning of the model that are not changed.
+        keep_last: layers at its end that are not changed.
+        hidden: hidden sizes to try in addition to the dense one.
     """
 
     ffn_shares: tuple[float, ...] = option((0.875, 0.75, 0.625, 0.5, 0.375, 0.25), above=0, below=1)
@@ -66,7 +66,7 @@ class ChoiceOptions(Config):
     hidden: tuple[int, ...] = option((), at_least=1, at_most=LARGEST_INDEX)
 
     def with_rules(self, rules: SizeRules) -> Self:
-        """The same with the multiples of widths that run well where the model is going.
+        """Take the multiples of widths from the rules for the target.
 
         Raises:
             ConfigError: a hidden size is no such multiple.
@@ -77,7 +77,7 @@ class ChoiceOptions(Config):
             near = sorted({near for size in slow for near in (size // step * step, -(-size // step) * step) if near})
             raise ConfigError(
                 f"choices.hidden names {', '.join(map(str, slow))}, where multiples of {step} run well; use "
-                f"{', '.join(map(str, near))}, or keep_multiples=true to take sizes as they are."
+                f"{', '.join(map(str, near))}, or keep_multiples=true to take any size."
             )
         return replace(self, **{name: getattr(rules, name) for name in RULED})
 
@@ -89,12 +89,12 @@ class ChoiceOptions(Config):
 
 @dataclass(frozen=True)
 class LayerSpace:
-    """What one layer may become.
+    """The choices of one layer.
 
     Attributes:
         heads: (query heads, KV heads), the dense pair first; (0, 0) = skipped attention.
         ffn: FFN widths, the dense one first; 0 = skipped MLP.
-        drop: whether the layer may go as a whole.
+        drop: the layer may be removed as a whole.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -103,7 +103,7 @@ class LayerSpace:
 
     @property
     def alone(self) -> tuple[Widths, ...]:
-        """The choices that change the attention alone or the MLP alone."""
+        """The choices that change either the attention or the MLP."""
         query_heads, kv_heads = self.heads[0]
         attention = (Widths(*pair, self.ffn[0]) for pair in self.heads[1:])
         return (*attention, *(Widths(query_heads, kv_heads, width) for width in self.ffn[1:]))
@@ -117,7 +117,7 @@ class LayerSpace:
 
 @dataclass(frozen=True)
 class Space:
-    """What a model may become.
+    """The choices of a model.
 
     Attributes:
         identity: the plan that removes nothing.
@@ -131,10 +131,10 @@ class Space:
 
     @classmethod
     def of(cls, identity: PrunePlan, options: ChoiceOptions = ChoiceOptions()) -> Self:
-        """Everything that the options allow.
+        """List all choices that the options allow.
 
         Raises:
-            ConfigError: more layers are kept than the model has, or a hidden size that is larger than the dense one.
+            ConfigError: more layers are kept than the model has, or a hidden size is larger than the dense one.
         """
         options.validate()
         dense = identity.dense
@@ -146,7 +146,7 @@ class Space:
         wide = [size for size in options.hidden if size > dense.hidden_size]
         if wide:
             raise ConfigError(
-                f"hidden names {wide}; the model's hidden size is {dense.hidden_size}, which is the most."
+                f"hidden names {wide}; the model's hidden size is {dense.hidden_size}, which is the largest."
             )
         whole = LayerSpace(((dense.num_attention_heads, dense.num_key_value_heads),), (dense.intermediate_size,), False)
         opened = LayerSpace(_heads(dense, options), _ffn(dense, options), "layer" in options.skips)
@@ -155,39 +155,32 @@ class Space:
         hidden = sorted({dense.hidden_size, *options.hidden}, reverse=True)
         return cls(identity, layers, tuple(hidden))
 
-    def without(self, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> Self:
-        """The same without what an architecture or engine cannot hold.
+    def drop_impossible(self, obstacle: Obstacle) -> Self:
+        """Drop the choices that an architecture or engine cannot hold.
 
-        Every hidden size, pair of heads, FFN width and dropped layer is tried alone, in a plan that removes nothing
-        else. A layer may go only if the next one may then still become what it may otherwise: llama.cpp reads the size
-        of a head from the first layer, so that layer 0 stays where attention can be skipped.
-
-        Args:
-            why_not: reasons against a plan; nothing = it can be held.
+        Every hidden size, pair of heads, FFN width and removed layer is tried alone, in a plan that removes nothing
+        else. A layer may be removed only if the next one then has the same choices: llama.cpp reads the size of a head
+        from the first layer, so that layer 0 is kept if attention can be skipped.
         """
         dense, *smaller = self.hidden
-        hidden = (dense, *(size for size in smaller if not why_not(self.identity.keep_hidden(range(size)))))
-        layers = [self._held(i, layer, why_not) for i, layer in enumerate(self.layers)]
-        for i, after in enumerate(layers[1:]):
-            if layers[i].drop and not self._held_without(i, after, why_not):
+        hidden = (dense, *(size for size in smaller if not obstacle(self.identity.keep_hidden(range(size)))))
+        layers = [self._possible(i, layer, obstacle) for i, layer in enumerate(self.layers)]
+        for i, following in enumerate(layers[1:]):
+            rest = self.identity.drop_layers([i])
+            if layers[i].drop and any(obstacle(_change(rest, i + 1, widths)) for widths in following.alone):
                 layers[i] = replace(layers[i], drop=False)
         return replace(self, layers=tuple(layers), hidden=hidden)
 
-    def without_losses(self) -> Search:
-        """What a solver may choose from, before any loss is known: all are 0."""
+    def zero_losses(self) -> Search:
+        """Give every choice the loss 0, for a solver that only asks what is feasible."""
         layers = tuple(tuple(Choice(widths, 0.0) for widths in layer.widths) for layer in self.layers)
         return Search(self.identity, layers, dict.fromkeys(self.hidden, 0.0))
 
-    def _held_without(self, index: int, after: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> bool:
-        """Whether the layer behind a dropped one may become all that it may beside it."""
-        rest = self.identity.drop_layers([index])
-        return not any(why_not(_changed(rest, index + 1, widths)) for widths in after.alone)
-
-    def _held(self, index: int, layer: LayerSpace, why_not: Callable[[PrunePlan], str | Sequence[str]]) -> LayerSpace:
+    def _possible(self, index: int, layer: LayerSpace, obstacle: Obstacle) -> LayerSpace:
         dense = layer.widths[0]
 
         def fits(widths: Widths) -> bool:
-            return widths == dense or not why_not(_changed(self.identity, index, widths))
+            return widths == dense or not obstacle(_change(self.identity, index, widths))
 
         return LayerSpace(
             tuple(pair for pair in layer.heads if fits(Widths(*pair, dense.ffn))),
@@ -202,10 +195,10 @@ class Space:
 
 
 def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
-    """Pairs (query heads, KV heads) in descending order."""
+    """Return pairs (query heads, KV heads) in descending order."""
     total, group = dense.num_key_value_heads, dense.group_size
     legal = [n for n in range(total, 0, -1) if n % options.kv_heads_multiple == 0 or n == total]
-    counts = spaced(legal, options.head_counts)
+    counts = space_evenly(legal, options.head_counts)
     per_group = range(group, 0, -1) if options.query_heads else (group,)
     every = sorted(((n * each, n) for n in counts for each in per_group), reverse=True)
     pairs = [pair for pair in every if pair == every[0] or pair[0] % options.query_heads_multiple == 0]
@@ -213,15 +206,15 @@ def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
 
 
 def _ffn(dense: Sizes, options: ChoiceOptions) -> tuple[int, ...]:
-    """FFN widths in descending order."""
+    """Return FFN widths in descending order."""
     whole, multiple = dense.intermediate_size, options.ffn_multiple
     legal = {min(whole, max(multiple, round(share * whole / multiple) * multiple)) for share in options.ffn_shares}
     widths = sorted({whole, *legal}, reverse=True)
     return (*widths, 0) if "mlp" in options.skips else tuple(widths)
 
 
-def spaced(values: Sequence[T], most: int) -> list[T]:
-    """At most so many of some values, evenly spaced, the first and (from two on) the last among them."""
+def space_evenly(values: Sequence[T], most: int) -> list[T]:
+    """Pick at most ``most`` values, evenly spaced, the first and (from two on) the last among them."""
     if len(values) <= most:
         return list(values)
     if most == 1:
@@ -229,8 +222,8 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _changed(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
-    """A plan with one layer of other widths, of which the first units stay."""
+def _change(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
+    """Give one layer of a plan other widths, with its first units."""
     if widths == DROPPED:
         return plan.drop_layers([index])
     dense = plan.dense
@@ -241,7 +234,7 @@ def _changed(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
 
 @dataclass(frozen=True)
 class LayerScores:
-    """Importance of the units of one layer; the smallest go first.
+    """Importance of the units of one layer; the smallest are removed first.
 
     Attributes:
         kv_groups: of every KV head together with its query heads.
@@ -254,42 +247,36 @@ class LayerScores:
     ffn: tuple[float, ...]
 
     @cached_property
-    def _groups_away(self) -> tuple[float, ...]:
-        return _sums(self.kv_groups)
-
-    @cached_property
-    def _channels_away(self) -> tuple[float, ...]:
-        return _sums(self.ffn)
+    def _ffn_sums(self) -> tuple[float, ...]:
+        """Sum of the n smallest scores of FFN channels, for every n from 0."""
+        return (0.0, *accumulate(sorted(self.ffn)))
 
     def attention_removed(self, query_heads: int, kv_heads: int) -> float:
-        """Sum of the scores of what goes of the attention at a width."""
-        away = self._groups_away[len(self.kv_groups) - kv_heads]
+        """Sum the scores of the removed units of the attention at a width."""
+        groups = sum(sorted(self.kv_groups)[: len(self.kv_groups) - kv_heads])
         kept = set(self.kept_groups(kv_heads))
         chosen = set(self.kept_heads(query_heads, kv_heads))
-        group = len(self.query_heads) // len(self.kv_groups)
-        return away + fsum(s for i, s in enumerate(self.query_heads) if i // group in kept and i not in chosen)
+        size = len(self.query_heads) // len(self.kv_groups)
+        return groups + fsum(s for i, s in enumerate(self.query_heads) if i // size in kept and i not in chosen)
 
     def ffn_removed(self, ffn: int) -> float:
-        """Sum of the scores of the FFN channels that go at a width."""
-        return self._channels_away[len(self.ffn) - ffn]
+        """Sum the scores of the removed FFN channels at a width."""
+        return self._ffn_sums[len(self.ffn) - ffn]
 
     def kept_groups(self, count: int) -> tuple[int, ...]:
-        """KV heads that stay when so many do, ascending."""
+        """Return the ``count`` best KV heads, ascending."""
         return _largest(self.kv_groups, count)
 
     def kept_heads(self, query_heads: int, kv_heads: int) -> tuple[int, ...]:
-        """Query heads that stay, as many of each kept group, ascending."""
+        """Return the best query heads, the same number in each kept group, ascending."""
         if not kv_heads:
             return ()
-        size = len(self.query_heads) // len(self.kv_groups)
-        found: list[int] = []
-        for group in self.kept_groups(kv_heads):
-            own = self.query_heads[group * size : (group + 1) * size]
-            found += [group * size + i for i in _largest(own, query_heads // kv_heads)]
-        return tuple(found)
+        size, each = len(self.query_heads) // len(self.kv_groups), query_heads // kv_heads
+        starts = [group * size for group in self.kept_groups(kv_heads)]
+        return tuple(at + i for at in starts for i in _largest(self.query_heads[at : at + size], each))
 
     def kept_ffn(self, count: int) -> tuple[int, ...]:
-        """FFN channels that stay when so many do, ascending."""
+        """Return the ``count`` best FFN channels, ascending."""
         return _largest(self.ffn, count)
 
 
@@ -299,8 +286,8 @@ class UnitScores:
 
     Attributes:
         layers: one entry for each dense layer.
-        hidden: of every hidden channel; empty where only the dense hidden size is tried.
-        method: what scored, for reports.
+        hidden: of every hidden channel; empty if only the dense hidden size is tried.
+        method: name of the scoring method.
     """
 
     layers: tuple[LayerScores, ...]
@@ -308,18 +295,18 @@ class UnitScores:
     method: str = ""
 
     def layer_plan(self, index: int, widths: Widths) -> LayerPlan:
-        """The units that stay of one layer at its widths."""
-        own = self.layers[index]
-        heads = own.kept_heads(widths.query_heads, widths.kv_heads)
-        return LayerPlan(index, heads, own.kept_groups(widths.kv_heads), own.kept_ffn(widths.ffn))
+        """Return the kept units of one layer at its widths."""
+        scores = self.layers[index]
+        heads = scores.kept_heads(widths.query_heads, widths.kv_heads)
+        return LayerPlan(index, heads, scores.kept_groups(widths.kv_heads), scores.kept_ffn(widths.ffn))
 
     def plan(self, identity: PrunePlan, widths: Mapping[int, Widths], hidden_size: int | None = None) -> PrunePlan:
-        """The plan that keeps the best units of some layers at these widths; all others stay whole.
+        """Plan to keep the best units of some layers at these widths, and the others whole.
 
         Args:
             identity: of the dense model.
-            widths: dense layer index -> widths, :data:`DROPPED` where the layer goes.
-            hidden_size: channels that stay; None = all.
+            widths: dense layer index -> widths, :data:`DROPPED` to remove the layer.
+            hidden_size: kept hidden channels; None = all.
 
         Raises:
             BudgetError: a hidden size without scores of the hidden channels.
@@ -329,7 +316,7 @@ class UnitScores:
         if hidden_size is None or hidden_size == identity.dense.hidden_size:
             return plan
         if not self.hidden:
-            raise BudgetError(f"The scores know nothing of hidden channels; hidden size {hidden_size} needs them.")
+            raise BudgetError(f"Hidden channels were not scored; hidden size {hidden_size} needs their scores.")
         return replace(plan, hidden=_largest(self.hidden, hidden_size))
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,44 +325,39 @@ class UnitScores:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], dense: Sizes) -> Self:
-        """Read what :meth:`to_dict` gave.
+        """Read the data of :meth:`to_dict`.
 
         Raises:
-            BudgetError: it does not fit the model.
+            BudgetError: they do not fit the model.
         """
         try:
             layers = tuple(
                 LayerScores(*(tuple(map(float, x[name])) for name in ("kv_groups", "query_heads", "ffn")))
                 for x in data["layers"]
             )
-            found = cls(layers, tuple(map(float, data["hidden"])), str(data["method"]))
+            scores = cls(layers, tuple(map(float, data["hidden"])), str(data["method"]))
         except (KeyError, TypeError, ValueError) as error:
             raise BudgetError(f"The unit scores are damaged ({error!r}); score the model again.") from error
         sizes = (dense.num_key_value_heads, dense.num_attention_heads, dense.intermediate_size)
         fit = all((len(x.kv_groups), len(x.query_heads), len(x.ffn)) == sizes for x in layers)
-        if len(layers) != dense.num_layers or not fit or len(found.hidden) not in (0, dense.hidden_size):
+        if len(layers) != dense.num_layers or not fit or len(scores.hidden) not in (0, dense.hidden_size):
             raise BudgetError("The unit scores are of a model of other sizes; score this model.")
-        return found
+        return scores
 
     def digest(self) -> str:
         """SHA-256 over all scores, hexadecimal."""
         return digest(self.to_dict())
 
 
-def _sums(scores: Iterable[float]) -> tuple[float, ...]:
-    """Sum of the n smallest scores, for every n from 0."""
-    return (0.0, *accumulate(sorted(scores)))
-
-
 def _largest(scores: Sequence[float], count: int) -> tuple[int, ...]:
-    """Indices of the ``count`` largest scores, ascending; of equal ones the smaller index goes first."""
+    """Return the indices of the ``count`` largest scores, ascending; of equal ones the larger index is kept."""
     order = sorted(range(len(scores)), key=lambda i: (scores[i], i))
     return tuple(sorted(order[len(order) - count :])) if count else ()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer may become and what the model loses by it alone.
+    """A choice of a layer, and the loss of the model by it alone.
 
     Attributes:
         widths: of the layer.
@@ -388,12 +370,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Search:
-    """What a solver chooses from: losses of different layers add up.
+    """The choices of a solver with their losses; losses of different layers add up.
 
     Attributes:
         identity: the plan that removes nothing.
         layers: the choices of each dense layer, the dense one first.
-        hidden: hidden size -> what is lost by it alone; 0 for the dense one.
+        hidden: hidden size -> loss by it alone; 0 for the dense one.
     """
 
     identity: PrunePlan

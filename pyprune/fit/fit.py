@@ -1,16 +1,16 @@
-"""From a budget to a checkpoint, and from several budgets to the models they allow.
+"""Fit a model to a budget and write it as a checkpoint, or find the best models for several budgets.
 
-    what the units are worth     methods/score        which of them go at a width
-    what each block loses        budget/trials        one block changed and reconstructed, the loss measured
-    widths of all layers         budget/solve         a mixed-integer programme within the limits
-    the best few for real        budget/attempts      cut, reconstructed, judged on text of their own
-    the winner timed             budget/turns         beside the dense model; beyond a limit, back to the search
-    the winner written           pipeline             reconstructed, trained, saved with its plan
-    as the device runs it        serving              exported where the format is a quantised or GGUF one, and weighed
-    what was written, run        serving/speed        as `pyprune bench` does, beside the dense model
+1. methods/score: rank the units of every layer.
+2. fit/trials: change and reconstruct one block at a time, and measure the loss.
+3. fit/solve: choose the widths of all layers within the limits, by a mixed-integer programme.
+4. fit/attempts: cut and reconstruct the best few solutions, and judge them on other text.
+5. fit/profiling/turns: time the winner in turns with the dense model; if it breaks a limit, search again.
+6. run: reconstruct and train the winner, and save it with its plan.
+7. serving: export it if the format is a quantised or GGUF one, and count its bytes.
+8. serving/speed: time the written model and the dense model, as `pyprune bench` does.
 
-Scores, losses of single blocks and judged candidates are kept in a folder beside the output, each under the identity of
-what it was measured on, so that another budget for the same model costs seconds of search and the new candidates alone.
+Scores, losses of single blocks and judged candidates are kept in a folder next to the output, each under the identity
+of its model, text and options. Another budget for the same model takes seconds of search and its new candidates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyprune.data.stream import check_sequence_length
 from pyprune.errors import BudgetError, ConfigError, DataError, OutputError, PypruneError
 from pyprune.families import family_for
 from pyprune.fit.choices import ChoiceOptions, Space
-from pyprune.fit.cost import Costs, ExactCosts, no_profile
+from pyprune.fit.cost import Costs, ExactCosts, profile_missing
 from pyprune.fit.formats import WEIGHT_FORMATS, weight_format
 from pyprune.fit.limits import DEFAULT_CONTEXT, Budget
 from pyprune.fit.options import FitOptions, winner_config
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ALWAYS_SHOWN = (Quantity("parameters"), Quantity("memory", DEFAULT_CONTEXT))
-"""What a sweep tells of every point, beside what any of its budgets limits and what a profile says of times."""
+"""Quantities that a sweep reports of every point, in addition to all that its budgets limit and the profile's times."""
 
 
 def fit(
@@ -76,68 +76,68 @@ def fit(
     overwrite: bool = False,
     **reading: Unpack[Reading],
 ) -> Fitted:
-    """Find the best model that keeps a budget, and write it as a checkpoint folder, with a report beside it.
+    """Find the best model that keeps a budget, and write it as a checkpoint folder, with a report next to it.
 
     Args:
         model: folder or hub id of a dense model.
         budget: such as "memory=120MB, prefill@2048<=900ms" (:mod:`pyprune.fit.limits`).
         out: the folder to create.
         options: of the search.
-        weights: format that memory is counted in. A dtype is what ``out`` is written in; in a quantised or GGUF format
-            the model is exported as well, beside ``out`` (:func:`exported_as`).
+        weights: format that memory is counted in. ``out`` is written in a dtype; for a quantised or GGUF format the
+            model is exported as well, next to ``out`` (:func:`export_path`).
         profile: times on this machine (:func:`pyprune.fit.profiling.timing.take_profile`); needed for limits on times.
-        allow_mismatch: use a profile of another machine or version in spite of that.
-        cache: folder for scores, losses and judged candidates; None = ``out`` with ".fit" behind it.
-        recover: train the winner, as the methods' defaults do.
-        timed: run the winner where times are limited, and what was written in any case.
-        engine: what runs that where there is no profile: auto, vllm, transformers or llamacpp.
-        resume: continue the training of the winner where an interrupted call to the same ``out`` left it.
+        allow_mismatch: use a profile of another machine or version, with a warning.
+        cache: folder for scores, losses and judged candidates; None = ``out`` with the suffix ".fit".
+        recover: train the winner, as the methods do by default.
+        timed: run the winner if times are limited, and run the written model in any case.
+        engine: runs the written model if there is no profile: auto, vllm, transformers or llamacpp.
+        resume: continue the training of the winner from an interrupted call to the same ``out``.
         overwrite: replace an existing ``out``.
         reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
     Raises:
         BudgetError: the budget cannot be read or kept, or needs a profile.
         OutputError: an interrupted call has left a training there, and neither ``resume`` nor ``overwrite`` is given.
-        PypruneError: whatever stops a stage before the checkpoint is written; nothing is left at ``out``.
+        PypruneError: a stage failed before the checkpoint was written; nothing is left at ``out``.
     """
-    wanted = budget if isinstance(budget, Budget) else Budget.parse(budget)
+    budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
     place = Path(out)
     source = ModelSource.of(model, **reading)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch}
-    # What cannot be written or trained is refused before the search, which takes hours.
+    # Refuse outputs that cannot be written or trained before the search, which takes hours.
     check_outputs(place, source.name, options, resume=resume, overwrite=overwrite)
     check_export(place, weights, overwrite=overwrite)
     kept = kept_of_a_run(place)
     if recover:
         _check_training(source, options, weights, place)
-    fitting = _opened(source, [wanted], place, options, profile, cache, engine, timed=timed, **settings)
-    if enough := fitting.dense_keeps(wanted):
+    fitting = _open(source, [budget], place, options, profile, cache, engine, timed=timed, **settings)
+    if reason := fitting.budget_obstacle(budget):
         plain = weight_format(weights).layout == "plain"
         instead = "" if plain else f", or write it in {weights} with `pyprune export`"
-        raise BudgetError(f"{enough} Give a tighter budget{instead}.")
+        raise BudgetError(f"{reason} Give a tighter budget{instead}.")
     if recover:
         _check_text(fitting)
     fitting.continued = resume and kept is not None
     if resume and kept is None:
-        say("There is no training to resume; what is known of the search is used in any case.")
-    with arithmetic_of(place, resume=resume):  # in another one another candidate might win
-        found = fitting.fit(wanted, timed=timed)
+        say("There is no training to resume; results of the search are reused in any case.")
+    with arithmetic_of(place, resume=resume):  # in another arithmetic another candidate might win
+        found = fitting.fit(budget, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
     found = write_winner(fitting, found, place, **writing)
     conditions = _conditions(options, fitting, profile)
-    if timed:  # which can be interrupted, or take the process with it: what is known by now is kept first
+    if timed:  # timing can be interrupted or end the process, so write the report first
         unfinished = replace(found, not_run="The run ended before it was timed.")
         _write_report(place, unfinished, source.name, conditions, overwrite=overwrite)
         found = fitting.run_winner(found, found.exported or place, engine)
-    if found.speed is not None:  # of what was run: a GGUF file has no record of its own
-        ran = found.exported if found.exported is not None and found.exported.is_dir() else place
-        annotate_checkpoint(ran, speed=speed_facts(found.speed, WINNER))
+    if found.speed is not None:  # a GGUF file has no record
+        folder = found.exported if found.exported is not None and found.exported.is_dir() else place
+        annotate_checkpoint(folder, speed=speed_facts(found.speed, WINNER))
     _write_report(place, found, source.name, conditions, overwrite=timed or overwrite)
     return found
 
 
 def _check_training(source: ModelSource, options: FitOptions, weights: str, out: Path) -> None:
-    """Refuse a training of the winner that the device cannot hold; its options are those of another command."""
+    """Refuse a training of the winner that the device cannot hold; its options belong to another command."""
     try:
         within_memory(TrainedModels(source), winner_config(options, "", recover=True, weights=weights))
     except ConfigError as error:
@@ -148,14 +148,14 @@ def _check_training(source: ModelSource, options: FitOptions, weights: str, out:
 
 
 def _check_text(fitting: Fitting) -> None:
-    """Refuse text that is too little for the winner, whose training reads as much as its reconstruction besides."""
-    fitting.text  # noqa: B018  (the search's own, whose errors are not of the training)
+    """Refuse too little text for the winner: its training reads as much other text as its reconstruction."""
+    fitting.text  # noqa: B018  (draw the search's text first, whose errors are not of the training)
     try:
         draw_samples(fitting.model, fitting.tokenizer, winner_config(fitting.options, "", recover=True))
     except DataError as error:
         samples = fitting.options.data.samples
         raise DataError(
-            f"{error} The winner is reconstructed on {samples} sequences and trained on as many others: give fewer "
+            f"{error} The winner is reconstructed on {samples} sequences and trained on {samples} others: give fewer "
             "(--samples) or more text, or write it without training (--no-recover)."
         ) from None
 
@@ -163,7 +163,7 @@ def _check_text(fitting: Fitting) -> None:
 def check_outputs(
     out: Path, model_id: str | Path, options: FitOptions, *, resume: bool = False, overwrite: bool = False
 ) -> None:
-    """Refuse what :func:`fit` could not write, before anything is measured.
+    """Refuse outputs that :func:`fit` could not write, before anything is measured.
 
     Args:
         out: the folder to create.
@@ -204,10 +204,10 @@ def sweep(
         model: folder or hub id of a dense model.
         budgets: each with one limit or more.
         out: the folder to create: plan-1.json and so on in the order of the budgets, report.md and report.html. A
-            budget that nothing keeps when it is timed has no plan, and the report says why.
+            budget that no timed candidate keeps has no plan, and the report gives the reason.
         options: of the search.
         weights: see :func:`fit`.
-        profile: see :func:`fit`; with one, every point is told with its times (:func:`shown_times`).
+        profile: see :func:`fit`; with one, the report has the times of every point (:func:`shown_times`).
         allow_mismatch: see :func:`fit`.
         cache: see :func:`fit`.
         timed: run the winners whose times are limited.
@@ -215,31 +215,31 @@ def sweep(
         reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`ModelSource`).
 
     Raises:
-        BudgetError: a budget that cannot be read, or that nothing keeps by what is predicted (before anything is
-            measured), or none that anything keeps.
+        BudgetError: a budget that cannot be read, or that no plan keeps by the predictions (before anything is
+            measured), or no budget that any plan keeps.
         MissingDependencyError: the report's charts need a package that is not installed.
-        PypruneError: whatever stops a stage; nothing is left at ``out``.
+        PypruneError: a stage failed; nothing is left at ``out``.
     """
-    wanted = [b if isinstance(b, Budget) else Budget.parse(b) for b in budgets]
-    if not wanted:
+    parsed = [b if isinstance(b, Budget) else Budget.parse(b) for b in budgets]
+    if not parsed:
         raise BudgetError("A sweep needs at least one budget, such as parameters=100M.")
     place = Path(out)
     source = ModelSource.of(model, **reading)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch}
     check_output(place, overwrite=overwrite, reads=[source.name, *options.data.sources])
     check_charts()
-    fitting = _opened(source, wanted, place, options, profile, cache, timed=timed, **settings)
-    for enough in filter(None, map(fitting.dense_keeps, wanted)):
-        warn(enough)
-    limited = [quantity for budget in wanted for quantity in budget.quantities]
-    # Times of another format, or of one device where several are to share the layers, are not shown for points.
+    fitting = _open(source, parsed, place, options, profile, cache, timed=timed, **settings)
+    for reason in filter(None, map(fitting.budget_obstacle, parsed)):
+        warn(reason)
+    limited = [quantity for budget in parsed for quantity in budget.quantities]
+    # Do not show times of another format, or of one device if several are to share the layers.
     alike = profile is not None and profile.dtype == weights and options.tensor_parallel == 1
     shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile if alike else None)]
-    points, failed = _points(fitting, wanted, shown, timed=timed)
+    points, failed = _points(fitting, parsed, shown, timed=timed)
     conditions = _conditions(options, fitting, profile) | {f"nothing for {b}": why for b, why in failed.items()}
     with atomic_folder(place, overwrite=overwrite) as work:
         plans = {point.budget: point.winner.plan for point in points}
-        for number, budget in enumerate(wanted, start=1):
+        for number, budget in enumerate(parsed, start=1):
             if budget in plans:
                 write_text(work / f"plan-{number}.json", plans[budget].to_json())
         write_report(sweep_report(points, source.name, conditions), work)
@@ -250,10 +250,10 @@ def sweep(
 def _points(
     fitting: Fitting, budgets: Sequence[Budget], shown: Sequence[Quantity], *, timed: bool
 ) -> tuple[tuple[Fitted, ...], dict[str, str]]:
-    """The models of the budgets, and why others have none: hours of a sweep do not go with one of its budgets.
+    """Fit the budgets; return their models, and the reasons for those without one, which do not end the sweep.
 
     Raises:
-        BudgetError, EngineError: none has a model; the error of the last.
+        BudgetError, EngineError: no budget has a model; the error of the last.
     """
     points: list[Fitted] = []
     failed: dict[str, PypruneError] = {}
@@ -269,26 +269,26 @@ def _points(
 
 
 def shown_times(profile: Profile | None) -> tuple[Quantity, ...]:
-    """The longest prompt and the largest batch that a profile knows; sweeps tell them where no time is limited too."""
-    known = profile.quantities if profile is not None else ()
-    kinds = ([q for q in known if q.kind == kind] for kind in ("prefill", "generation"))
-    return tuple(max(some, key=lambda q: (q.batch, q.tokens, -q.prompt)) for some in kinds if some)
+    """Return the longest prompt and the largest batch of a profile, whose times sweeps report for every budget."""
+    measured = profile.quantities if profile is not None else ()
+    kinds = ([q for q in measured if q.kind == kind] for kind in ("prefill", "generation"))
+    return tuple(max(alike, key=lambda q: (q.batch, q.tokens, -q.prompt)) for alike in kinds if alike)
 
 
 def check_devices(
     budgets: Sequence[Budget], options: FitOptions, weights: str | None, engine: str, *, allow: bool
 ) -> None:
-    """Refuse what is run and timed on one device, where several are to share the layers.
+    """Refuse limits on times, which are measured on one device, if several devices are to share the layers.
 
     Args:
         budgets: limits.
         options: of the search.
-        weights: format that the model is for; None = a dtype.
-        engine: that will run it.
-        allow: warn where times are limited.
+        weights: format of the exported weights; None = a dtype.
+        engine: that will run the model.
+        allow: warn if times are limited.
 
     Raises:
-        ConfigError: llama.cpp is to run it, which shares no layers.
+        ConfigError: llama.cpp will run the model, which does not share layers.
         BudgetError: times are limited.
     """
     ranks = options.tensor_parallel
@@ -303,24 +303,24 @@ def check_devices(
     text = f"Times are measured on one device, and {ranks} are to share the layers (tensor_parallel)."
     if not allow:
         raise BudgetError(
-            f"{text} Limit memory and parameters, or give --allow-mismatch to limit what one device takes."
+            f"{text} Limit memory and parameters, or give --allow-mismatch to limit the times on one device."
         )
-    warn(f"{text} One device keeps these limits.")
+    warn(f"{text} The limits are kept on one device.")
 
 
 def check_cache(cache: str | Path | None, out: str | Path) -> None:
-    """Refuse a cache in a folder that is to be created: what is in it would stand in its way.
+    """Refuse a cache inside the folder to create.
 
     Raises:
-        OutputError: it is there.
+        OutputError: it is inside.
     """
     place = Path(out).resolve()
     if cache is None or place not in (kept := Path(cache).resolve(), *kept.parents):
         return
-    raise OutputError(f"--cache {cache} lies in {out}, which is to be created. Name a folder outside of it.")
+    raise OutputError(f"--cache {cache} is inside {out}, which is to be created. Name a folder outside of it.")
 
 
-def _opened(
+def _open(
     source: ModelSource,
     budgets: Sequence[Budget],
     out: Path,
@@ -332,10 +332,10 @@ def _opened(
     timed: bool,
     **settings: Any,
 ) -> Fitting:
-    """Refuse what cannot be done, then load the model."""
+    """Refuse budgets that cannot be kept or measured, then load the model."""
     check_cache(cache, out)
     if timed and profile is not None and any(budget.timed for budget in budgets):
-        choose_engine(profile.engine)  # which runs the winners, hours later
+        choose_engine(profile.engine)  # it runs the winners, hours later
     runner = profile.engine if profile is not None else engine
     check_devices(budgets, options, settings["weights"], runner, allow=settings["allow_mismatch"])
     for budget in budgets:
@@ -349,21 +349,21 @@ def _opened(
 
 
 def _conditions(options: FitOptions, fitting: Fitting, profile: Profile | None) -> dict[str, str]:
-    """What a report says of how it was made."""
+    """Return the conditions of the search for a report."""
     judged, data = fitting.text["judged"].ids, fitting.text["data"].ids
-    some = min(options.try_samples, len(data))
+    tried = min(options.try_samples, len(data))
     ranks = options.tensor_parallel
     return {
         "weights": fitting.weights,
         **({"devices": f"{ranks} can share every layer; times are of one"} if ranks > 1 else {}),
         "times predicted by": profile.name if profile else "none; no limit is on times",
-        "reconstructed on": f"{some} of {len(data)} x {data.shape[1]} tokens to be compared, on all to be written",
+        "reconstructed on": f"{tried} of {len(data)} x {data.shape[1]} tokens to be compared, on all to be written",
         "judged on": f"{judged.shape[0]} x {judged.shape[1]} tokens of {options.data.source}",
     }
 
 
 def report_of(out: Path) -> Path:
-    """The folder of the report on what was written to ``out``: beside it."""
+    """Return the folder of the report on ``out``, next to it."""
     return out.with_name(f"{out.name}.report")
 
 
@@ -382,23 +382,23 @@ def write_winner(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Fitted:
-    """Cut the winner once more, reconstruct it, train it, write it and export it; the search's model is released.
+    """Cut the winner again, reconstruct it, train it, write it and export it; release the search's model.
 
-    Its record says what was asked and found; where memory is limited, by the weights that were written.
+    Its record has the budget and the measured amounts; memory is counted from the written weights.
     """
-    # By its name a call that is resumed knows the plan that it began with, and refuses another.
+    # The file's name identifies the plan of a call that is resumed, which refuses another one.
     plan = fitting.cache / f"winner-{digest(found.winner.plan.to_dict())[:12]}.json"
     write_text(plan, found.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
-    fitting.release()  # the run loads a model of its own
+    fitting.release()  # the run loads the model again
     result = prune_checkpoint(fitting.source, config, out=out, resume=resume, overwrite=overwrite)
     warn_of_other_exports(out, fitting.weights)
     exported = _export(out, fitting.weights, overwrite=overwrite)
-    found = _weighed(fitting, found, stored_bytes(exported or out))
+    found = _weigh(fitting, found, stored_bytes(exported or out))
     amounts = found.winner.amounts
     facts: dict[str, Any] = {"budget": str(found.budget), "weights": fitting.weights}
-    facts |= {str(x): x.written(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
-    if not fitting.options.keep_multiples:  # which keeps to the user's own
+    facts |= {str(x): x.write(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
+    if not fitting.options.keep_multiples:
         facts[FITTED_RULES] = asdict(fitting.rules)
     for folder in filter(None, (out, exported)):
         if folder.is_dir():
@@ -406,8 +406,8 @@ def write_winner(
     return replace(found, out=out, exported=exported, result=result)
 
 
-def exported_as(out: Path, weights: str) -> Path | None:
-    """Where the model of ``out`` is exported in a quantised or GGUF format; None = ``out`` itself has the format."""
+def export_path(out: Path, weights: str) -> Path | None:
+    """Return the path of the export of ``out`` in a quantised or GGUF format; None = ``out`` has the format."""
     layout = weight_format(weights).layout
     if layout == "plain":
         return None
@@ -415,11 +415,10 @@ def exported_as(out: Path, weights: str) -> Path | None:
 
 
 def warn_of_other_exports(out: Path, weights: str) -> None:
-    """Say which exports beside ``out`` may be of a model that was there before: other formats than this call writes."""
-    places = [exported_as(out, name) for name in WEIGHT_FORMATS if name != weights]
-    found = [str(place) for place in places if place is not None and place.exists()]
-    if found:
-        warn(f"{', '.join(found)}: there before this call, and may be of another model than {out} has now.")
+    """Warn about exports in other formats next to ``out``, which may be of an earlier model."""
+    places = [export_path(out, name) for name in WEIGHT_FORMATS if name != weights]
+    if others := [str(place) for place in places if place is not None and place.exists()]:
+        warn(f"{', '.join(others)}: older than this call, and may be of another model than {out} has now.")
 
 
 def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
@@ -427,14 +426,14 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
 
     Args:
         out: the checkpoint.
-        weights: see :func:`exported_as`.
-        overwrite: replace what is there.
+        weights: see :func:`export_path`.
+        overwrite: replace an existing export.
 
     Raises:
-        OutputError: it exists, or there is no place for it.
+        OutputError: it exists, or its folder cannot be written.
         MissingDependencyError: the package that writes the format is not installed.
     """
-    place = exported_as(out, weights)
+    place = export_path(out, weights)
     if place is None:
         return
     if weight_format(weights).layout != "gguf":
@@ -447,8 +446,8 @@ def check_export(out: Path, weights: str, *, overwrite: bool) -> None:
 
 
 def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
-    """Write a checkpoint in the format of the budget; None where it has that already."""
-    place = exported_as(out, weights)
+    """Write a checkpoint in the format of the budget; None if it already has that format."""
+    place = export_path(out, weights)
     if place is None:
         return None
     runs_files = weight_format(weights).layout == "gguf"
@@ -462,7 +461,7 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
     except BaseException:
         form = "--format gguf" if runs_files else "--dtype bfloat16"
         again = " --overwrite" if place.exists() else ""
-        warn(f"{out} is complete; its export is not. Write it with: pyprune export {out} --out {place} {form} "
+        warn(f"{out} is complete, but its export failed. Write it with: pyprune export {out} --out {place} {form} "
              f"--quantise {weights}{again}")  # fmt: skip
         raise
     for note in notes:
@@ -471,7 +470,7 @@ def _export(out: Path, weights: str, *, overwrite: bool) -> Path | None:
 
 
 def stored_bytes(place: Path) -> int:
-    """Bytes of the tensors in a checkpoint folder or a GGUF file, without headers and vocabulary."""
+    """Count the bytes of the tensors in a checkpoint folder or a GGUF file, without headers and vocabulary."""
     if place.is_dir():
         return sum(tensor.entry.nbytes for file in weight_files(place) for tensor in read_header(file))
     from gguf import GGUFReader
@@ -479,47 +478,46 @@ def stored_bytes(place: Path) -> int:
     return place.stat().st_size - int(GGUFReader(place).data_offset)
 
 
-def _weighed(fitting: Fitting, found: Fitted, stored: int) -> Fitted:
-    """The same with the memory that the written weights and the cache of the limit's contexts take."""
-    winner, nothing = found.winner, Quantity("memory", 0)
+def _weigh(fitting: Fitting, found: Fitted, stored: int) -> Fitted:
+    """Count the memory of the written weights and of the cache of the limit's contexts; warn of broken limits."""
+    winner = found.winner
     limited = [quantity for quantity in found.budget.quantities if quantity.kind == "memory"]
-    bare = fitting.costs.predicted(nothing, winner.plan)
-    memory = {q: stored + fitting.costs.predicted(q, winner.plan) - bare for q in limited}
+    bare = fitting.costs.predict(Quantity("memory", 0), winner.plan)
+    memory = {q: stored + fitting.costs.predict(q, winner.plan) - bare for q in limited}
     weighed = replace(winner, measured={**winner.measured, **memory})
     for limit in found.budget.broken(weighed.amounts, found.dense):
         if limit.quantity in memory:
-            taken = limit.written(memory[limit.quantity], found.dense[limit.quantity])
-            warn(f"What was written breaks {limit}: it takes {taken}, more than was counted.")
+            taken = limit.write(memory[limit.quantity], found.dense[limit.quantity])
+            warn(f"The written model breaks {limit}: it takes {taken}, more than was counted.")
     attempts = tuple(weighed if attempt == winner else attempt for attempt in found.attempts)
     return replace(found, winner=weighed, attempts=attempts)
 
 
 def check_needs_profile(budget: Budget, profile: Profile | None) -> None:
-    """Refuse limits on times where no profile says what takes how long.
+    """Refuse limits on times without a profile.
 
     Raises:
-        BudgetError: there are some.
+        BudgetError: times are limited, and there is no profile.
     """
     timed = [str(limit) for limit in budget.limits if limit.quantity in budget.timed]
     if timed and profile is None:
-        raise no_profile(", ".join(timed))
+        raise profile_missing(", ".join(timed))
 
 
 def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[Budget], options: FitOptions) -> None:
-    """Refuse what no plan keeps of parameters and memory, and text of a length that the model does not read.
+    """Refuse limits on parameters and memory that no plan keeps, and text that is too long for the model.
 
-    That is before the times of a profile are measured, which takes long.
-
-    Multiples of widths are learnt from the profile: what any of them would keep is not refused here.
+    This is checked before a profile is measured, which takes long. The profile decides the multiples of widths, so that
+    a limit is refused only if no multiple can keep it.
 
     Args:
         config: of the dense model.
         weights: format that memory is counted in.
-        budgets: whose limits on times are left aside.
+        budgets: whose limits on times are ignored.
         options: of the search.
 
     Raises:
-        BudgetError: it says which limit cannot be kept and what is nearest.
+        BudgetError: names the limit that cannot be kept and the nearest one that can.
         DataError: sequences longer than the model's positions.
     """
     counted = [Budget(tuple(x for x in budget.limits if not x.quantity.is_timed)) for budget in budgets]
@@ -527,23 +525,21 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
     identity = family_for(config).plan(config)
 
-    def check(budget: Budget, choices: ChoiceOptions) -> None:
-        costs = Costs(ExactCosts.of_choices(config, weights, choices, ranks=options.tensor_parallel))
-        check_feasible(Space.of(identity, choices).without_losses(), budget, costs, options.solve)
+    def refusal(budget: Budget, choices: ChoiceOptions) -> BudgetError | None:
+        costs = Costs(ExactCosts.of(config, weights, choices=choices, ranks=options.tensor_parallel))
+        try:
+            check_feasible(Space.of(identity, choices).zero_losses(), budget, costs, options.solve)
+        except BudgetError as error:
+            return error
+        return None
 
     steps = (usual.ffn_multiple, *(step * options.tensor_parallel for step in MULTIPLES))
-    learnt = (replace(usual, ffn_multiple=step, hidden_multiple=1) for step in steps)
-    possible = tuple(dict.fromkeys(options.choices_for(rules) for rules in learnt))
+    every = (replace(usual, ffn_multiple=step, hidden_multiple=1) for step in steps)
+    possible = tuple(dict.fromkeys(options.choices_for(rules) for rules in every))
     for budget in filter(lambda budget: budget.limits, counted):
-        refused: list[BudgetError] = []
-        for choices in possible:
-            try:
-                check(budget, choices)
-                break
-            except BudgetError as error:
-                refused.append(error)
-        else:
-            raise refused[0]
+        first = refusal(budget, possible[0])
+        if first is not None and all(refusal(budget, choices) for choices in possible[1:]):
+            raise first
 
 
 def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, allow: bool) -> None:
@@ -551,8 +547,8 @@ def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, 
 
     Args:
         budget: limits.
-        profile: what is known of times.
-        weights: format that the model is for.
+        profile: predicts times.
+        weights: format of the exported weights.
         allow: warn instead.
 
     Raises:
@@ -565,12 +561,12 @@ def check_same_format(budget: Budget, profile: Profile | None, weights: str, *, 
         engine = {"gguf": "llamacpp", "plain": profile.engine}.get(weight_format(weights).layout)
         measure = f"Measure one of {weights} with `pyprune profile MODEL --engine {engine} --dtype {weights}`, or give"
         raise BudgetError(
-            f"{text} {measure if engine else f'What {weights} takes is not measured. Give'} --allow-mismatch to limit "
+            f"{text} {measure if engine else f'Times of {weights} are not measured. Give'} --allow-mismatch to limit "
             f"the times of {profile.dtype} instead."
         )
     warn(f"{text} They are predicted and measured in {profile.dtype}.")
 
 
 def cache_of(out: Path) -> Path:
-    """Where what was measured for an output is kept: beside it."""
+    """Return the folder of the measurements for an output, next to it."""
     return out.with_name(f"{out.name}.fit")

@@ -1,4 +1,4 @@
-"""How many bytes a tensor takes in each format that a checkpoint can be exported in."""
+"""Count the bytes of a tensor in each format that a checkpoint can be exported in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GGUF_ALIGNMENT = 32
 GROUPS = SCHEMES["w4a16"].groups
 """Inputs that share a scale in w4a16: the first that divides every width; an export is refused where none does."""
 SHAPE_BYTES = 16
-"""A packed matrix keeps its shape beside it, two int64."""
+"""A packed matrix stores its shape as well, two int64."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class WeightFormat:
         layout: plain (every tensor in one dtype), channel (linear weights of the layers in one byte and one scale for
             each output channel), packed (the same in 32-bit words, one scale for each group of inputs) or gguf.
         bits: of one element of a linear weight in the layouts channel and packed.
-        item: bytes of an element of everything else, scales among it.
-        group: inputs that share a scale in the layout packed; 0 = all of a row. See :meth:`grouped`.
-        kv_item: bytes of an element of the key/value cache that engines keep for such a checkpoint.
+        item: bytes of an element of all other tensors, scales among them.
+        group: inputs that share a scale in the layout packed; 0 = all of a row. See :meth:`choose_group`.
+        kv_item: bytes of an element of the key/value cache that engines use for such a checkpoint.
     """
 
     name: str
@@ -44,7 +44,7 @@ class WeightFormat:
     kv_item: int = 2
 
     def nbytes(self, row: Row, shape: tuple[int, ...], *, head: bool) -> int:
-        """Bytes of a tensor, without the header of the file.
+        """Count the bytes of a tensor, without the header of the file.
 
         Args:
             row: of the family's table.
@@ -52,7 +52,7 @@ class WeightFormat:
             head: whether it makes the logits (the embedding does where the head is tied to it).
         """
         if self.layout == "gguf":
-            return self._gguf_bytes(shape, head=head)
+            return align(blocks.nbytes(shape, blocks.kind_of(shape, self.name, head=head)))
         linear = len(shape) == 2 and row.block is not None
         if self.layout == "plain" or not linear:
             return prod(shape) * self.item
@@ -63,19 +63,16 @@ class WeightFormat:
         groups = -(-columns // self.group) if self.group else 1
         return rows * (4 * words + groups * self.item) + SHAPE_BYTES
 
-    def grouped(self, widths: Iterable[int]) -> Self:
-        """The same with the largest group that divides all these widths (0 is divided by any); 32 where none does."""
+    def choose_group(self, widths: Iterable[int]) -> Self:
+        """Take the largest group that divides all these widths (any divides 0); 32 if none does."""
         if not self.group:
             return self
         fitting = (group for group in GROUPS if not any(width % group for width in widths))
         return replace(self, group=next(fitting, GROUPS[-1]))
 
-    def _gguf_bytes(self, shape: tuple[int, ...], *, head: bool) -> int:
-        return aligned(blocks.nbytes(shape, blocks.kind_of(shape, self.name, head=head)))
 
-
-def aligned(nbytes: int) -> int:
-    """What a tensor of so many bytes takes in a GGUF file."""
+def align(nbytes: int) -> int:
+    """Round the bytes of a tensor up to its size in a GGUF file."""
     return -(-nbytes // GGUF_ALIGNMENT) * GGUF_ALIGNMENT
 
 
@@ -96,10 +93,10 @@ WEIGHT_FORMATS = {
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of this name.
+    """Return the format of this name.
 
     Raises:
-        ConfigError: there is none; the message lists all.
+        ConfigError: an unknown name; the message lists all.
     """
     if name not in WEIGHT_FORMATS:
         raise ConfigError(did_you_mean(name, WEIGHT_FORMATS, "format of the weights"))

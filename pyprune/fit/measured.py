@@ -1,9 +1,9 @@
-"""What a plan takes that must be measured: seconds of prefill and generation, fitted to a profile.
+"""Predict the times of a plan, prefill and generation in seconds, from a fit to a profile.
 
-For every measured workload the time of a model is a sum with non-negative coefficients over quantities that a machine
-spends time on: matrix products by their multiplications, attention by its scores and by the keys and values it reads,
-and a constant for each sub-block that is launched. The coefficients are the non-negative least squares solution of the
-relative errors over the probes, in which the dense model counts most: every limit that is a share is a share of it.
+For every measured workload the time of a model is a sum of features with non-negative coefficients. The features are
+multiplications of matrix products, scores of attention, keys and values that are read, and a constant for each
+sub-block that is launched. The coefficients minimise the relative squared errors over the probes (non-negative least
+squares). The dense model counts most, because relative limits are shares of its time.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
+from typing_extensions import override
 
 from pyprune.errors import BudgetError
 from pyprune.fit.profile import DENSE, Probe, Profile, Timing
-from pyprune.fit.quantities import Quantity, Widths, further_head_pairs, predicted
-from pyprune.plan import PrunePlan, Sizes
+from pyprune.fit.quantities import CostModel, Quantity, Widths, further_head_pairs
+from pyprune.plan import Sizes
 
-FIXED = ("model", "head", "hidden")
+BASE = ("model", "head", "hidden")
 LAYER = ("attention", "mlp", "projections", "scores", "cache", "ffn", "norms")
 PAIRS = "head pairs"
-FEATURES = (*FIXED, *LAYER, PAIRS)
-"""What a model's time is a sum of; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
+FEATURES = (*BASE, *LAYER, PAIRS)
+"""The features of a model's time; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
 DENSE_WEIGHT = 10.0
-"""What the dense model's relative error counts beside another probe's: its turns are the most, and its error would be
-in every share of its time."""
+"""Weight of the dense model's relative error, 1 for other probes: it has the most turns, and its error would be in
+every share of its time."""
 
 
-def fixed_features(dense: Sizes, hidden: int) -> dict[str, float]:
-    """What is there without any layer: a constant, the head's product, vectors of the residual stream."""
+def base_features(dense: Sizes, hidden: int) -> dict[str, float]:
+    """Return the features without any layer: a constant, the head's product, vectors of the residual stream."""
     return {"model": 1.0, "head": hidden * dense.vocab_size, "hidden": hidden}
 
 
 def layer_features(dense: Sizes, hidden: int, widths: Widths) -> dict[str, float]:
-    """What one layer adds: a constant for each sub-block, products of its projections, scores, cache, FFN, norms."""
+    """Return the features of one layer: a constant a sub-block, products of projections, scores, cache, FFN, norms."""
     q, kv = (heads * dense.head_dim for heads in (widths.query_heads, widths.kv_heads))
     return {
         "attention": float(q > 0),
@@ -52,8 +53,8 @@ def layer_features(dense: Sizes, hidden: int, widths: Widths) -> dict[str, float
 
 
 def features(dense: Sizes, probe: Probe) -> dict[str, float]:
-    """All features of a model."""
-    total: dict[str, float] = defaultdict(float, fixed_features(dense, probe.hidden))
+    """Return all features of a model."""
+    total: dict[str, float] = defaultdict(float, base_features(dense, probe.hidden))
     for layer in probe.layers:
         for name, value in layer_features(dense, probe.hidden, layer).items():
             total[name] += value
@@ -71,7 +72,7 @@ class Fit:
         seconds: probe -> measured seconds: the median ratio to the dense turns next to it times the dense median.
         spread: probe -> median absolute deviation of those ratios, as a share of their median.
         fitted: probe -> relative error of the fit that saw it, fitted / measured - 1.
-        left_out: probe -> the same of a fit without it; not of the dense model, which every use has.
+        left_out: probe -> relative error of a fit without it; not of the dense model, which is always fitted.
     """
 
     quantity: Quantity
@@ -83,32 +84,32 @@ class Fit:
 
     @property
     def residual(self) -> float:
-        """Median relative error over the probes that were fitted."""
+        """Median relative error over the fitted probes."""
         return median(abs(error) for error in self.fitted.values())
 
     @property
     def left_out_median(self) -> float:
-        """Median relative error over the probes, each left out of the fit that predicts it."""
+        """Median relative error over the probes, each predicted by a fit without it."""
         return median(abs(error) for error in self.left_out.values())
 
     @property
     def left_out_worst(self) -> tuple[str, float]:
-        """The probe that is predicted worst when it is left out, and its relative error."""
+        """The probe with the largest error when it is left out, and its relative error."""
         return max(self.left_out.items(), key=lambda item: abs(item[1]))
 
-    def of(self, found: Mapping[str, float]) -> float:
-        """Seconds of these features."""
-        return sum(self.coefficients[name] * value for name, value in found.items())
+    def predict(self, values: Mapping[str, float]) -> float:
+        """Predict the seconds of these features."""
+        return sum(self.coefficients[name] * value for name, value in values.items())
 
 
-class MeasuredCosts:
-    """Predicts prefill and generation from a profile; a :class:`CostModel` for those two kinds.
+class MeasuredCosts(CostModel):
+    """Predicts prefill and generation from a profile.
 
-    Workloads between two measured ones are interpolated in tokens, in sequences or in the prompts' length; what lies
-    outside is refused.
+    Workloads between two measured ones are interpolated in tokens, in sequences or in the prompts' length; others are
+    refused by a :class:`BudgetError`, and so are quantities that are counted.
 
     Args:
-        profile: what was measured; :meth:`Profile.check` says whether it may be used.
+        profile: the measurements; :meth:`Profile.check` decides whether it may be used.
 
     Raises:
         BudgetError: it holds too few probes to fit anything, or lacks the dense model.
@@ -119,72 +120,54 @@ class MeasuredCosts:
         self.dense = profile.dense
         self.fits: dict[Quantity, Fit] = {q: fit(profile, q) for q in profile.quantities}
 
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
-        """Seconds that a model of this hidden size takes without any layer.
+    @override
+    def base(self, quantity: Quantity, hidden_size: int) -> float:
+        return self._interpolate(quantity, base_features(self.dense, hidden_size))
 
-        Raises:
-            BudgetError: a quantity that is counted, or outside of what was measured.
-        """
-        found = fixed_features(self.dense, hidden_size)
-        return sum(share * part.of(found) for part, share in self._between(quantity))
-
+    @override
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
-        """Seconds that one kept layer of these widths adds.
+        return self._interpolate(quantity, layer_features(self.dense, hidden_size, widths))
 
-        Raises:
-            BudgetError: see :meth:`fixed`.
-        """
-        found = layer_features(self.dense, hidden_size, widths)
-        return sum(share * part.of(found) for part, share in self._between(quantity))
-
+    @override
     def head_pair(self, quantity: Quantity) -> float:
-        """Seconds that every distinct pair of query and KV heads beyond the first adds to a model.
+        return self._interpolate(quantity, {PAIRS: 1.0})
 
-        Raises:
-            BudgetError: see :meth:`fixed`.
-        """
-        return sum(share * part.coefficients[PAIRS] for part, share in self._between(quantity))
+    def _interpolate(self, quantity: Quantity, values: Mapping[str, float]) -> float:
+        """Predict the seconds of these features in one workload."""
+        return sum(share * part.predict(values) for part, share in self._parts(quantity))
 
-    def predicted(self, quantity: Quantity, plan: PrunePlan) -> float:
-        """Seconds that a plan takes.
-
-        Raises:
-            BudgetError: see :meth:`fixed`.
-        """
-        return predicted(self, quantity, plan)
-
-    def _between(self, quantity: Quantity) -> list[tuple[Fit, float]]:
-        """The measured workloads that a workload is, or lies between, and the share of each."""
+    def _parts(self, quantity: Quantity) -> list[tuple[Fit, float]]:
+        """Return the measured workload, or the two that a workload is between, and the share of each."""
         if not quantity.is_timed:
             raise BudgetError(f"{quantity} is counted, not measured.")
         if quantity in self.fits:
             return [(self.fits[quantity], 1.0)]
         for axis in ("tokens", "batch", "prompt"):
             alike = [q for q in self.fits if replace(q, **{axis: getattr(quantity, axis)}) == quantity]
-            found = _neighbours([(getattr(q, axis), q) for q in alike], getattr(quantity, axis))
-            if found:
-                return [(self.fits[q], share) for q, share in found]
+            near = _neighbours([(getattr(q, axis), q) for q in alike], getattr(quantity, axis))
+            if near:
+                return [(self.fits[q], share) for q, share in near]
         measured = ", ".join(str(q) for q in self.fits if q.kind == quantity.kind) or "none"
         raise BudgetError(
-            f"{quantity} lies outside of what the profile {self.profile.name} measured ({measured}). Ask for one of "
-            f"these or between two of them, or measure it: {self.profile.again(quantity)}"
+            f"{quantity} is outside of the workloads of the profile {self.profile.name} ({measured}). Ask for one of "
+            f"these or between two of them, or measure it: {self.profile.remeasure_command(quantity)}"
         )
 
 
-def _neighbours(known: Sequence[tuple[int, Quantity]], wanted: int) -> list[tuple[Quantity, float]]:
-    below = max((pair for pair in known if pair[0] < wanted), key=lambda pair: pair[0], default=None)
-    above = min((pair for pair in known if pair[0] > wanted), key=lambda pair: pair[0], default=None)
+def _neighbours(measured: Sequence[tuple[int, Quantity]], place: int) -> list[tuple[Quantity, float]]:
+    below = max((pair for pair in measured if pair[0] < place), key=lambda pair: pair[0], default=None)
+    above = min((pair for pair in measured if pair[0] > place), key=lambda pair: pair[0], default=None)
     if below is None or above is None:
         return []
-    share = (wanted - below[0]) / (above[0] - below[0])
+    share = (place - below[0]) / (above[0] - below[0])
     return [(below[1], 1 - share), (above[1], share)]
 
 
 def fit(profile: Profile, quantity: Quantity) -> Fit:
-    """Fit one workload of a profile, and once without each of its probes.
+    """Fit one workload of a profile, and fit it again without each of its probes.
 
     Raises:
-        BudgetError: fewer than three probes have it, or the dense model has not.
+        BudgetError: fewer than three models, or no dense model, were measured in it.
     """
     seconds, spread = relative_seconds(profile.timings, quantity)
     names = list(seconds)
@@ -214,41 +197,41 @@ def fit(profile: Profile, quantity: Quantity) -> Fit:
 
 
 def _solve(rows: Any, times: Any, weights: Any) -> Any:
-    """Coefficients that minimise the sum of squared relative errors, each times its weight, none of them negative."""
+    """Return the non-negative coefficients that minimise the weighted sum of squared relative errors."""
     scale = np.maximum(rows.max(axis=0), 1e-30)
     solution, _ = nnls(rows / scale * (weights / times)[:, None], weights)
     return solution / scale
 
 
 def relative_seconds(timings: Iterable[Timing], quantity: Quantity) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of every probe for one workload, freed of the machine's drift, and the spread of what they come from.
+    """Return the seconds of every probe for one workload, without the machine's drift, and their spread.
 
-    Every turn is divided by what the dense model would have taken at that moment, interpolated between its turns in
-    the same group of engines; where these all came before, because one engine fits at a time, by their median. The
-    median of these ratios times the median of all dense turns is the probe's time.
+    Every turn is divided by the dense model's time at that moment, interpolated between its turns in the same group of
+    engines. If these were all earlier, because one engine fits at a time, it is divided by their median. A probe's time
+    is the median of these ratios times the median of all dense turns.
 
     Returns:
         (probe -> seconds, probe -> median absolute deviation of the ratios over their median).
     """
-    own = [t for t in timings if t.quantity == quantity]
-    dense = [t for t in own if t.probe == DENSE]
+    turns = [t for t in timings if t.quantity == quantity]
+    dense = [t for t in turns if t.probe == DENSE]
     if not dense:
         return {}, {}
-    ratios = ratios_to_dense(own)
+    ratios = ratios_to_dense(turns)
     usual = median(t.seconds for t in dense)
-    middle = {name: median(found) for name, found in ratios.items()}
-    spread = {name: median(abs(r - middle[name]) for r in found) / middle[name] for name, found in ratios.items()}
+    middle = {name: median(shares) for name, shares in ratios.items()}
+    spread = {name: median(abs(r - middle[name]) for r in shares) / middle[name] for name, shares in ratios.items()}
     seconds = {name: usual * value for name, value in middle.items()}
-    # Interpolated at its own turns, the dense model is 1 by construction; its spread is that of its seconds.
+    # The dense model's ratios are 1 by construction; its spread is that of its seconds.
     spread[DENSE] = median(abs(t.seconds - usual) for t in dense) / usual
     return seconds, spread
 
 
 def ratios_to_dense(timings: Iterable[Timing]) -> dict[str, list[float]]:
-    """Probe -> its turns over what the dense model would have taken at that moment, see :func:`relative_seconds`.
+    """Probe -> its turns over the dense model's time at that moment, see :func:`relative_seconds`.
 
     Args:
-        timings: of one workload; groups of engines without a turn of the dense model say nothing.
+        timings: of one workload; groups of engines without a turn of the dense model are ignored.
     """
     together: dict[tuple[int, str], list[Timing]] = defaultdict(list)
     for timing in timings:
@@ -262,7 +245,7 @@ def ratios_to_dense(timings: Iterable[Timing]) -> dict[str, list[float]]:
 
 
 def _dense_at(dense: Sequence[Timing], turns: Sequence[Timing], moment: float) -> float:
-    """What the dense model takes at a moment of a model's turns: between its own; if it was timed before, usually."""
+    """Interpolate the dense model's time at a moment of a model's turns; its median if it was timed before them."""
     if dense[-1].start < min(turn.start for turn in turns):
         return median(turn.seconds for turn in dense)
     return float(np.interp(moment, [t.start for t in dense], [t.seconds for t in dense]))

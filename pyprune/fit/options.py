@@ -1,4 +1,4 @@
-"""What `pyprune fit` can be told. Torch-free."""
+"""Options of `pyprune fit`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyprune.config.run import PruneConfig
 from pyprune.fit.choices import RULED, ChoiceOptions
 from pyprune.fit.formats import weight_format
 from pyprune.fit.solve import SolveOptions
-from pyprune.fit.values import Value, ValueOptions
+from pyprune.fit.values import ValueOptions
 
 if TYPE_CHECKING:
     from pyprune.fit.sizes import SizeRules
@@ -26,31 +26,28 @@ class FitOptions(Config):
     """How a model is found for a budget.
 
     Attributes:
-        data: text for reconstruction; the same source gives what is scored, measured, judged, and trained on after the
-            cut.
-        window: tokens of the sequences on which units are scored, losses measured and candidates judged, at most as
-            many as the model has positions. What heads are for shows in long windows: with 256 tokens SmolLM2 lost
-            those that copy from far back, and code suffered most (docs/budgets.md).
-        score_samples: such sequences for the scores that order the units.
-        value_samples: such sequences for the losses of single blocks, those for the scores among them.
-        judge_samples: further ones on which reconstructed candidates are compared.
-        choices: what layers may become; its ``ffn_multiple`` and ``kv_heads_multiple`` give way to what runs well for
-            ``weights`` and the profile, unless ``keep_multiples`` is on.
-        keep_multiples: take the multiples of ``choices`` as they are.
-        tensor_parallel: devices that are to share every layer: widths become multiples of it, whole heads for each.
+        data: text for reconstruction; its source is also used for scoring, measuring, judging and training.
+        window: tokens of the sequences for scores, losses and the judging of candidates, at most as many as the model
+            has positions. Long windows show the use of heads: with 256 tokens SmolLM2 lost heads that copy from far
+            back, and code suffered most (docs/budgets.md).
+        score_samples: sequences of that length for the scores that order the units.
+        value_samples: sequences for the losses of single blocks, those for the scores among them.
+        judge_samples: further sequences on which reconstructed candidates are compared.
+        choices: widths of the layers; the rules for the target replace its multiples, unless ``keep_multiples`` is on.
+        keep_multiples: use the multiples of ``choices``.
+        tensor_parallel: devices that share every layer: widths become multiples of it, whole heads for each.
         values: how losses of single blocks are measured.
-        value: which of the measured losses is added up.
         solve: the search.
         reconstruct: how candidates are reconstructed.
-        try_samples: sequences of ``data`` on which candidates are reconstructed to be compared, which is most of what a
-            search takes; what is written is reconstructed on all of them. A quarter put candidates in the same order
-            as all did, at a third of the time (docs/budgets.md).
-        rounds: most searches for one budget: each further one knows what the candidates before it took when measured.
+        try_samples: sequences of ``data`` on which candidates are reconstructed to be compared, which takes most of the
+            time; the winner is reconstructed on all. A quarter of them gave the same order of candidates at a third of
+            the time (docs/budgets.md).
+        rounds: most searches for one budget: each further one uses the measured costs of earlier candidates.
         slack: share of a limit by which a measured time may exceed it; machines are noisy.
-        spare: share of the tightest limit that a timed candidate may leave unused; where it leaves more, predictions
-            were too high, and a larger candidate is looked for. 1 = never.
+        spare: share of the tightest limit that a timed candidate may leave unused; if it leaves more, a larger
+            candidate is searched for. 1 = never.
         repeats: timed turns of each model.
-        dtype: of the weights while the search works; what is written is made from float32.
+        dtype: of the weights during the search; the written model is made from float32.
         device: where the model is scored and cut: auto (cuda when there is one), cpu, cuda or cuda:N.
     """
 
@@ -63,7 +60,6 @@ class FitOptions(Config):
     keep_multiples: bool = False
     tensor_parallel: int = option(1, at_least=1, at_most=1024)
     values: ValueOptions = field(default_factory=lambda: ValueOptions(dtype="auto"))
-    value: Value = "kl"
     solve: SolveOptions = field(default_factory=SolveOptions)
     reconstruct: ReconstructConfig = field(default_factory=lambda: ReconstructConfig(dtype="auto"))
     try_samples: int = option(40, at_least=1, at_most=100_000)
@@ -82,7 +78,7 @@ class FitOptions(Config):
         changed = [name for name in RULED if getattr(self.choices, name) != getattr(usual, name)]
         if changed and not self.keep_multiples:
             names = " and ".join(f"choices.{name}" for name in changed)
-            yield f"{names} would do nothing: what runs well on the target decides. Add keep_multiples=true."
+            yield f"{names} would do nothing: the rules for the target decide. Add keep_multiples=true."
         if self.tensor_parallel != 1 and self.keep_multiples:
             yield (
                 f"tensor_parallel is {self.tensor_parallel} and keep_multiples is on, which would keep widths that "
@@ -90,7 +86,7 @@ class FitOptions(Config):
             )
 
     def choices_for(self, rules: SizeRules) -> ChoiceOptions:
-        """What layers may become, in the multiples that run well unless ``keep_multiples`` is on.
+        """Return the choices of layers, in the multiples of the rules unless ``keep_multiples`` is on.
 
         Args:
             rules: of the target.
@@ -101,10 +97,10 @@ class FitOptions(Config):
         return self.choices if self.keep_multiples else self.choices.with_rules(rules)
 
     def texts(self, positions: float | None) -> dict[str, DataConfig]:
-        """What is drawn, in this order and without overlap: "judged", "data" to reconstruct on, "valued" to measure on.
+        """Return the texts to draw, in this order and without overlap: "judged", "data" to reconstruct on, "valued".
 
         Args:
-            positions: of the model; None = it has no limit.
+            positions: of the model; None = no limit.
         """
         window = int(min(self.window, positions or self.window))
         valued = max(self.score_samples, self.value_samples)
@@ -116,13 +112,13 @@ class FitOptions(Config):
 
 
 def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str = "bfloat16") -> PruneConfig:
-    """The run that writes the winner: its plan, reconstructed, then all weights trained as the methods' defaults do.
+    """Return the options of the run that writes the winner: cut by its plan, reconstructed, trained as by default.
 
     Args:
         options: of the search.
         plan: path of the saved plan.
         recover: False leaves out the training.
-        weights: format that the budget is of: a dtype is what is written, for another the model's own is.
+        weights: format of the budget: a dtype is written as such; for other formats the model's dtype is written.
     """
     from pyprune.methods.training import with_reconstruction
 

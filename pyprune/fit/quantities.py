@@ -1,23 +1,23 @@
-"""What a budget can limit, and the one interface of everything that predicts it. No torch here.
+"""Name the quantities that a budget limits, and the interface of the models that predict them. Does not import torch.
 
-Every quantity is a sum: what the model takes in any case (embedding, head, overhead), one share for each kept layer,
-which depends on the hidden size and the layer's widths alone, and one for each pair of query and KV heads beyond the
-first. That is what lets a mixed-integer programme choose the widths of all layers at once.
+Every quantity is a sum of three parts: a base (embedding, head, overhead), a share for each kept layer, and a share for
+each pair of query and KV heads beyond the first. A layer's share depends only on the hidden size and its widths.
+Because of this sum a mixed-integer programme can choose the widths of all layers at once.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
 from pyprune.plan import PrunePlan
 
 Kind = Literal["parameters", "memory", "prefill", "generation"]
 
 
-@dataclass(frozen=True)
-class Widths:
+class Widths(NamedTuple):
     """Sizes of one kept layer; 0 query heads and 0 KV heads = the attention is skipped, 0 FFN channels = the MLP is.
 
     Attributes:
@@ -33,17 +33,16 @@ class Widths:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that a model takes and a budget can limit.
+    """A cost of a model that a budget can limit.
 
     Attributes:
-        kind: parameters (a count), memory (bytes of weights and key/value cache), prefill (seconds that one prompt
-            takes) or generation (seconds that a batch of prompts takes until all its new tokens are there, the prompts
-            included).
+        kind: parameters (a count), memory (bytes of weights and key/value cache), prefill (seconds for one prompt) or
+            generation (seconds for a batch of prompts and all its new tokens).
         tokens: memory: length of each context in tokens; prefill: length of the prompt; generation: new tokens of
             each sequence. 0 for parameters.
         batch: memory: contexts at a time; generation: sequences at a time. 1 elsewhere.
-        prompt: generation: length of each prompt in tokens, so that every new token reads that much of the cache;
-            0 = short prompts of different lengths. 0 elsewhere.
+        prompt: generation: length of each prompt in tokens, which every new token reads from the cache; 0 = short
+            prompts of different lengths. 0 elsewhere.
     """
 
     kind: Kind
@@ -53,55 +52,57 @@ class Quantity:
 
     @property
     def is_timed(self) -> bool:
-        """Whether it is a time, which depends on a machine; the others are counted."""
+        """Check whether it is a time, which depends on a machine; the others are counted."""
         return self.kind in ("prefill", "generation")
 
     def __str__(self) -> str:
-        """As it is written in a budget: prefill@2048, generation@64x128, memory@4x4096, parameters."""
+        """Write it as in a budget: prefill@2048, generation@64x128, memory@4x4096, parameters."""
         return self.kind if self.kind == "parameters" else f"{self.kind}@{self.place}"
 
     @property
     def place(self) -> str:
-        """What stands behind the @ in a budget: 2048, 64x128, 4x64+1024; empty for parameters."""
+        """The part after the @ in a budget: 2048, 64x128, 4x64+1024; empty for parameters."""
         if self.kind == "parameters":
             return ""
         batch = f"{self.batch}x" if self.kind == "generation" or self.batch > 1 else ""
         return f"{batch}{self.tokens}" + (f"+{self.prompt}" if self.prompt else "")
 
 
-class CostModel(Protocol):
-    """Predicts quantities: exactly (parameters, memory), or from what was measured on a machine (times)."""
+class CostModel(ABC):
+    """Predicts quantities: exactly (parameters, memory), or from measurements on a machine (times)."""
 
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
-        """What a model of this hidden size takes without any layer, in the quantity's unit."""
+    @abstractmethod
+    def base(self, quantity: Quantity, hidden_size: int) -> float:
+        """Predict the cost of a model of this hidden size without any layer, in the quantity's unit."""
 
+    @abstractmethod
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
-        """What one kept layer of these widths takes, in the quantity's unit; a layer that is dropped takes nothing."""
+        """Predict the cost of one kept layer of these widths, in the quantity's unit; a dropped layer costs nothing."""
 
+    @abstractmethod
     def head_pair(self, quantity: Quantity) -> float:
-        """What every distinct pair of query and KV heads beyond the first adds to a model; not negative."""
+        """Predict the cost of every distinct pair of query and KV heads beyond the first; not negative."""
+
+    def predict(self, quantity: Quantity, plan: PrunePlan) -> float:
+        """Predict the cost of a plan, in the quantity's unit: the base, its layers, and their further head pairs.
+
+        Raises:
+            BudgetError: the cost model does not know the quantity.
+        """
+        hidden = len(plan.hidden)
+        layers = [Widths(*layer.widths) for layer in plan.layers]
+        total = self.base(quantity, hidden) + sum(self.layer(quantity, hidden, widths) for widths in layers)
+        return total + self.head_pair(quantity) * further_head_pairs(layers)
 
 
 def further_head_pairs(layers: Iterable[Widths]) -> int:
-    """Distinct pairs of query and KV heads beyond the first among layers with attention.
+    """Count distinct pairs of query and KV heads beyond the first among layers with attention.
 
-    vLLM plans the attention of each pair anew in every step.
+    vLLM plans the attention of each pair separately in every step.
     """
     return max(0, head_pairs(layers) - 1)
 
 
 def head_pairs(layers: Iterable[Widths]) -> int:
-    """Distinct pairs of query and KV heads among layers that have attention."""
+    """Count distinct pairs of query and KV heads among layers that have attention."""
     return len({(layer.query_heads, layer.kv_heads) for layer in layers if layer.query_heads})
-
-
-def predicted(model: CostModel, quantity: Quantity, plan: PrunePlan) -> float:
-    """What a plan takes, in the quantity's unit: the fixed part, its layers, and their further head pairs.
-
-    Raises:
-        BudgetError: the cost model does not know the quantity.
-    """
-    hidden = len(plan.hidden)
-    layers = [Widths(*layer.widths) for layer in plan.layers]
-    total = model.fixed(quantity, hidden) + sum(model.layer(quantity, hidden, widths) for widths in layers)
-    return total + model.head_pair(quantity) * further_head_pairs(layers)

@@ -1,4 +1,4 @@
-"""Tables and charts of what was found for one budget, and for several."""
+"""Make tables and charts of the results for one budget, and for several."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from pyprune.serving.speed.table import conditions as conditions_of
 from pyprune.serving.speed.table import speed_table
 
 UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " (ms)"), "generation": (1.0, " (s)")}
-"""Kind of a quantity -> how much one of its unit in tables is, and how the unit is written."""
+"""Kind of a quantity -> size of its unit in tables, and the name of the unit."""
 
 
 def limits_table(found: Fitted) -> Table:
-    """Every limit: what was asked, what was predicted and what was measured, the dense model beside it."""
+    """Make a row for every limit: the limit, the dense model's amount, the predicted and the measured amount."""
     columns = ("limit", "dense", "predicted", "measured", "predicted / measured - 1")
     return Table("Budget", columns, tuple(_limit_row(found, limit) for limit in found.budget.limits))
 
 
 def _limit_row(found: Fitted, limit: Limit) -> tuple[Cell, ...]:
-    """What is relative to the dense model is told as the budget has it: predictions beside its predicted amount."""
+    """Make the row of a limit; relative amounts of predictions are relative to the dense model's predicted amount."""
     dense = found.dense[limit.quantity]
     whole = found.predicted_dense.get(limit.quantity, dense)
     predicted = found.winner.solution.predicted[limit.quantity]
-    row = (str(limit), limit.written(dense, dense), limit.written(predicted, whole))
+    row = (str(limit), limit.write(dense, dense), limit.write(predicted, whole))
     measured = found.winner.measured.get(limit.quantity)
     if measured is None:
         return (*row, None if limit.quantity.is_timed else "counted", None)
     error = limit.value(predicted, whole) / limit.value(measured, dense) - 1
-    return (*row, limit.written(measured, dense), f"{error:+.1%}")
+    return (*row, limit.write(measured, dense), f"{error:+.1%}")
 
 
 def attempts_table(found: Fitted) -> Table:
-    """Every candidate that was tried, the best first: perplexity before training, and what it takes."""
+    """Make a row for every candidate, the best first: perplexity before training, and its amounts."""
     quantities, kinds = found.budget.quantities, found.dense_perplexities
-    amounts = [in_unit(quantity, found.dense[quantity]) for quantity in quantities]
+    amounts = [convert(quantity, found.dense[quantity]) for quantity in quantities]
     rows: list[tuple[Cell, ...]] = [("dense", "", mean_perplexity(kinds), *kinds.values(), *amounts)]
     rows += [_attempt_row(found, attempt) for attempt in found.attempts]
     return Table(
         "Candidates",
-        ("candidate", "search", "mean", *kinds, *map(heading, quantities)),
+        ("candidate", "search", "mean", *kinds, *map(column_name, quantities)),
         tuple(rows),
-        note="Perplexity of the candidates, reconstructed as the conditions say and not trained, on windows that "
+        note="Perplexity of the candidates, reconstructed as the conditions describe and not trained, on windows that "
         "nothing was fitted to; mean = geometric mean over the kinds of text. Times of candidates that were not run "
-        "are predicted, beside what the dense model took here.",
+        "are predicted, relative to the dense model's measured time.",
         highlight=1 + found.attempts.index(found.winner),
     )
 
 
 def _attempt_row(found: Fitted, attempt: Attempt) -> tuple[Cell, ...]:
-    own = found.amounts_of(attempt)
-    amounts = [in_unit(quantity, own[quantity]) for quantity in found.budget.quantities]
+    amounts = found.amounts_of(attempt)
+    cells = [convert(quantity, amounts[quantity]) for quantity in found.budget.quantities]
     variant = attempt.solution.variant
-    return (attempt.plan.summary(), variant, attempt.perplexity, *attempt.perplexities.values(), *amounts)
+    return (attempt.plan.summary(), variant, attempt.perplexity, *attempt.perplexities.values(), *cells)
 
 
 def mean_perplexity(perplexities: Mapping[str, float]) -> float:
@@ -66,63 +66,64 @@ def mean_perplexity(perplexities: Mapping[str, float]) -> float:
     return math.exp(mean_loss(perplexities))
 
 
-def heading(quantity: Quantity) -> str:
-    """A quantity as the heading of a column, with its unit."""
+def column_name(quantity: Quantity) -> str:
+    """Name the column of a quantity, with its unit."""
     return f"{quantity}{UNITS[quantity.kind][1]}"
 
 
-def in_unit(quantity: Quantity, amount: float) -> Cell:
-    """An amount in the unit of its column."""
+def convert(quantity: Quantity, amount: float) -> Cell:
+    """Convert an amount to the unit of its column."""
     return int(amount) if quantity.kind == "parameters" else amount / UNITS[quantity.kind][0]
 
 
 def sweep_table(points: Sequence[Fitted]) -> Table:
-    """One row a budget: the winner's perplexity and what it takes; what no other point beats is marked."""
+    """Make a row for every budget: the winner's perplexity and amounts; mark the points that no other one beats."""
     quantities, front = _quantities(points), pareto(points)
     dense = _dense_of(points)
     mean = mean_perplexity(points[0].dense_perplexities)
-    rows: list[tuple[Cell, ...]] = [("dense", "", "", mean, *(in_unit(q, dense[q]) for q in quantities))]
+    rows: list[tuple[Cell, ...]] = [("dense", "", "", mean, *(convert(q, dense[q]) for q in quantities))]
     for point in points:
-        own = _beside(dense, point)
-        amounts = [in_unit(quantity, own[quantity]) for quantity in quantities]
+        amounts = _amounts(dense, point)
+        cells = [convert(quantity, amounts[quantity]) for quantity in quantities]
         best = "yes" if point in front else "no"
-        rows.append((str(point.budget), point.winner.plan.summary(), best, point.winner.perplexity, *amounts))
+        rows.append((str(point.budget), point.winner.plan.summary(), best, point.winner.perplexity, *cells))
     return Table(
         "Quality against cost",
-        ("budget", "plan", "on the front", "perplexity", *map(heading, quantities)),
+        ("budget", "plan", "on the front", "perplexity", *map(column_name, quantities)),
         tuple(rows),
-        note="Perplexity after a reconstruction as the conditions say and before any training, mean over the kinds of "
-        "text. Times that a budget limits were measured; the others are predicted, beside what the dense model took.",
+        note="Perplexity after a reconstruction as the conditions describe and before any training, mean over the "
+        "kinds of text. Times that a budget limits were measured; the others are predicted, relative to the dense "
+        "model's measured time.",
     )
 
 
 def pareto(points: Sequence[Fitted]) -> list[Fitted]:
-    """The points that no other one beats: at most as much loss, at most as much of everything, and less of one."""
+    """Return the points that no other one beats: at most their loss and amounts, and less of one."""
     quantities, dense = _quantities(points), _dense_of(points)
-    found = {number: _beside(dense, point) for number, point in enumerate(points)}
-    figures = {n: (points[n].winner.loss, *(own[quantity] for quantity in quantities)) for n, own in found.items()}
+    amounts = [_amounts(dense, point) for point in points]
+    figures = {n: (points[n].winner.loss, *(each[q] for q in quantities)) for n, each in enumerate(amounts)}
     return [points[number] for number in pareto_front(figures)]
 
 
 def _dense_of(points: Sequence[Fitted]) -> dict[Quantity, float]:
-    """What the dense model takes: as one of the points measured it, else as predicted."""
-    found: dict[Quantity, float] = {}
+    """Return the dense model's amounts: measured for one of the points, else predicted."""
+    amounts: dict[Quantity, float] = {}
     for point in points:
-        found |= {q: amount for q, amount in point.dense.items() if q not in found or q in point.winner.dense}
-    return found
+        amounts |= {q: amount for q, amount in point.dense.items() if q not in amounts or q in point.winner.dense}
+    return amounts
 
 
-def _beside(dense: Mapping[Quantity, float], point: Fitted) -> dict[Quantity, float]:
-    """What the winner of a point takes where the dense model takes so much: times keep their ratio to its own."""
-    own = point.amounts_of(point.winner)
-    return {q: amount * dense[q] / point.dense[q] if q.is_timed else amount for q, amount in own.items()}
+def _amounts(dense: Mapping[Quantity, float], point: Fitted) -> dict[Quantity, float]:
+    """Return the amounts of a point's winner; times keep their ratio to the dense model's, which are ``dense`` here."""
+    amounts = point.amounts_of(point.winner)
+    return {q: amount * dense[q] / point.dense[q] if q.is_timed else amount for q, amount in amounts.items()}
 
 
 def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Report:
-    """What was asked, predicted and measured, every candidate, and the speed of what was written.
+    """Report the limits with predicted and measured amounts, every candidate, and the speed of the written model.
 
     Args:
-        found: with what was written.
+        found: the result for a budget, with the written model.
         model: name of the dense one.
         conditions: of the search.
     """
@@ -131,7 +132,7 @@ def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Repo
         tables.append(speed_table(found.speed))
         conditions = {**conditions, "speed": conditions_of(found.speed)}
     elif found.not_run:
-        notes.append(f"What was written was not timed. {found.not_run}")
+        notes.append(f"The written model was not timed. {found.not_run}")
     return Report(
         f"{model} within {found.budget}",
         summary=(f"Kept: {found.winner.plan.summary()}.",),
@@ -143,7 +144,7 @@ def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Repo
 
 
 def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
-    """The candidates, the winner among them, beside the dense model."""
+    """Chart the candidates, the winner among them, and the dense model."""
     winner = found.attempts.index(found.winner)
     names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(found.attempts))]
     pairs = zip(names, found.attempts, strict=True)
@@ -152,7 +153,7 @@ def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
 
 
 def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
-    """The table of a sweep and, for each limited quantity, a chart of perplexity against what the models take."""
+    """Report a sweep: a table and, for each limited quantity, a chart of perplexity against amounts."""
     return Report(
         f"{model}: what budgets allow",
         tables=(sweep_table(points),),
@@ -163,19 +164,19 @@ def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, 
 
 def _sweep_chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
     dense = _dense_of(points)
-    places = {str(p.budget): (_beside(dense, p)[quantity], p.winner.perplexity) for p in points}
+    places = {str(p.budget): (_amounts(dense, p)[quantity], p.winner.perplexity) for p in points}
     return _chart(quantity, points[0], dense, places)
 
 
 def _chart(
     quantity: Quantity, found: Fitted, dense: Mapping[Quantity, float], places: Mapping[str, tuple[float, float]]
 ) -> PointChart:
-    """Name -> (amount of the quantity, perplexity), beside the dense model of a search, which takes ``dense``."""
+    """Chart name -> (amount of the quantity, perplexity), and the dense model with its amounts ``dense``."""
     scale = UNITS[quantity.kind][0]
     every = {"dense": (dense[quantity], mean_perplexity(found.dense_perplexities)), **places}
     return PointChart(
         f"Perplexity against {quantity}",
-        f"{heading(quantity)}, less is better",
+        f"{column_name(quantity)}, less is better",
         "perplexity before training, lower is better",
         {name: (amount / scale, perplexity) for name, (amount, perplexity) in every.items()},
         front=pareto_front(places),
@@ -184,5 +185,5 @@ def _chart(
 
 
 def _quantities(points: Sequence[Fitted]) -> tuple[Quantity, ...]:
-    """What is known of every point: all that any of the budgets limits."""
+    """Return the quantities of every point: all that any of the budgets limits."""
     return tuple(dict.fromkeys(quantity for point in points for quantity in point.dense))

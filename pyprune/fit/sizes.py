@@ -1,8 +1,8 @@
-"""Widths that run well where a model is going: multiples for every target, or those that a profile found. No torch.
+"""Choose widths that run well on the target: multiples for each format, or those of a profile. Does not import torch.
 
 A matrix product over a width that does not fill the tiles of its kernel wastes a part of the last one. Which multiples
-matter depends on the format of the weights and on the machine; here they are rules that a search keeps, and that
-:func:`slow_sizes` holds every single layer against.
+matter depends on the format of the weights and on the machine. They are rules for a search, and :func:`slow_sizes`
+lists the layers that break them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from pyprune.fit.profile import Product, Profile
 
 MULTIPLES = (1, 8, 16, 32, 64)
-"""What the micro-benchmark of a profile compares."""
+"""Multiples that the micro-benchmark of a profile compares."""
 TOLERANCE = 0.02
-"""Time for a column above the best one's that a smaller multiple may take."""
+"""Share by which a smaller multiple may take longer per column than the best one."""
 HEAD_PAIRS = 4
-"""Most distinct pairs of query and KV heads by default: vLLM plans the attention of each pair anew in every step."""
+"""Most distinct pairs of query and KV heads by default: vLLM plans the attention of each pair separately."""
 FFN_MULTIPLES = {
     "float32": 64,
     "bfloat16": 64,
@@ -50,13 +50,12 @@ FFN_MULTIPLES = {
     "q5_k": 256,
     "q4_k": 256,
 }
-"""Format of the weights -> FFN widths that are good for it: 128 where fp8's or Marlin's tiles follow, 32 for groups of
-four-bit weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""
-
+"""Format of the weights -> good multiple of FFN widths: 128 for the tiles of fp8 and Marlin, 32 for groups of four-bit
+weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""
 
 SHARED_MULTIPLES = {"w4a16": 128}
-"""The same for what each of several devices reads, where that is more: groups of inputs that share a scale stay whole,
-and they are of this size where every width allows it."""
+"""Format of the weights -> multiple for the share of each of several devices, if that is more: groups of inputs that
+share a scale must not be divided, and have this size if every width allows it."""
 
 FITTED_RULES = "widths that run well"
 """Entry of a fitted checkpoint's record that holds the rules of its search."""
@@ -64,7 +63,7 @@ FITTED_RULES = "widths that run well"
 
 @dataclass(frozen=True)
 class SizeRules:
-    """What widths should be multiples of. A dense width is always allowed.
+    """Multiples that widths should keep to. A dense width is always allowed.
 
     Attributes:
         ffn_multiple: of FFN channels.
@@ -84,18 +83,17 @@ class SizeRules:
     max_head_pairs: int | None = HEAD_PAIRS
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} is {value}; it must be at least 1." for name, value in vars(self).items() if value == 0]
-        wrong += [
+        wrong = [
             f"{name} is {value}; it must be a whole number of at least 1."
             for name, value in vars(self).items()
-            if value is not None and (type(value) is not int or value < 0)
+            if value is not None and (type(value) is not int or value < 1)
         ]
         if wrong:
             raise ConfigError(wrong)
 
     @classmethod
     def of(cls, target: str = "bfloat16", *, tensor_parallel: int = 1, max_head_pairs: int | None = HEAD_PAIRS) -> Self:
-        """The defaults for a format of the weights.
+        """Return the defaults for a format of the weights.
 
         Args:
             target: a key of :data:`FFN_MULTIPLES`.
@@ -120,33 +118,33 @@ class SizeRules:
         )
 
     @classmethod
-    def of_record(cls, fit: Mapping[str, Any], target: str) -> Self | None:
-        """The rules by which a checkpoint was fitted, else the defaults; None for a format without defaults.
+    def read(cls, fit: Mapping[str, Any], target: str) -> Self | None:
+        """Read the rules by which a checkpoint was fitted, else the defaults; None for a format without defaults.
 
         Args:
-            fit: that section of the checkpoint's record; empty where it was not fitted.
-            target: format of the weights; the recorded rules are of the format that the budget was of. Where they are
-                damaged, the defaults hold.
+            fit: the section "fit" of the checkpoint's record; empty if it was not fitted.
+            target: format of the weights. The defaults are returned if the budget was for another format, and if the
+                recorded rules are damaged.
         """
         usual = cls.of(target) if target in FFN_MULTIPLES else None
         rules = fit.get(FITTED_RULES)
         if fit.get("weights") != target or not isinstance(rules, Mapping):
             return usual
-        known = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)}
         try:
-            return cls(**{name: value for name, value in rules.items() if name in known})
+            return cls(**{name: value for name, value in rules.items() if name in names})
         except ConfigError:
             return usual
 
     @classmethod
-    def learnt(cls, profile: Profile, *, tensor_parallel: int = 1) -> Self:
-        """The defaults with the multiple that the profile's products show to be enough on its machine.
+    def learn(cls, profile: Profile, *, tensor_parallel: int = 1) -> Self:
+        """Take the smallest multiple that is fast enough on the profile's machine, else the defaults.
 
-        The smallest multiple is taken whose median time for a column is at most 2 % above the best. Blocks of the
-        format stay: a multiple that is faster in torch does not help where llama.cpp falls back to another format.
+        Fast enough is a median time per column of at most 2 % above the best. For llama.cpp widths are also multiples
+        of the format's blocks: other widths would fall back to another format.
 
         Args:
-            profile: one with products; without any the defaults of its format stay.
+            profile: one with products; without any, the defaults of its format are returned.
             tensor_parallel: see :meth:`of`.
 
         Raises:
@@ -162,25 +160,25 @@ class SizeRules:
 
 def column_times(products: Sequence[Product]) -> dict[int, float]:
     """Multiple -> median seconds of its products for each column of the width."""
-    found: dict[int, list[float]] = defaultdict(list)
+    times: dict[int, list[float]] = defaultdict(list)
     for product in products:
-        found[product.multiple].append(product.seconds / product.width)
-    return {multiple: median(times) for multiple, times in sorted(found.items())}
+        times[product.multiple].append(product.seconds / product.width)
+    return {multiple: median(seconds) for multiple, seconds in sorted(times.items())}
 
 
 def fast_multiple(products: Sequence[Product]) -> int | None:
-    """The smallest multiple that takes at most 2 % more for a column than the best one; None without products."""
+    """Return the smallest multiple that takes at most 2 % more per column than the best one; None without products."""
     times = column_times(products)
     return next((m for m, seconds in times.items() if seconds <= (1 + TOLERANCE) * min(times.values())), None)
 
 
 def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[str]:
-    """What of a model's sizes the rules do not allow, one sentence for each size, with the layers that have it.
+    """Describe the sizes of a model that break the rules, one sentence for each size, with the layers that have it.
 
     Args:
-        model: a plan (its layers are named by their dense indices and dense widths are allowed), or config.json as
-            plain data (its layers are named as they are counted there).
-        rules: what is good where the model will run.
+        model: a plan (layers are named by their dense indices, and dense widths are allowed), or config.json as plain
+            data (layers are named by their own indices).
+        rules: of the target.
     """
     if isinstance(model, PrunePlan):
         dense = model.dense
@@ -193,7 +191,7 @@ def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[s
         widths, hidden = layer_widths(model), int(model.get("hidden_size") or 0)
         names = list(range(len(widths)))
         off_hidden = hidden % rules.hidden_multiple != 0
-    found = [f"hidden size {hidden} is not a multiple of {rules.hidden_multiple}."] if off_hidden else []
+    slow = [f"hidden size {hidden} is not a multiple of {rules.hidden_multiple}."] if off_hidden else []
     kinds = (
         ("query heads", rules.query_heads_multiple),
         ("KV heads", rules.kv_heads_multiple),
@@ -202,8 +200,8 @@ def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[s
     for axis, (what, multiple) in enumerate(kinds):
         for width, places in off_multiples([layer[axis] for layer in widths], multiple, usual[axis]).items():
             where = named_layers([names[i] for i in places])
-            found.append(f"{where}: {width} {what} are not a multiple of {multiple}.")
+            slow.append(f"{where}: {width} {what} are not a multiple of {multiple}.")
     pairs = head_pairs(Widths(*layer) for layer in widths)
     if rules.max_head_pairs is not None and pairs > rules.max_head_pairs:
-        found.append(f"{pairs} different pairs of query and KV heads; at most {rules.max_head_pairs} run well.")
-    return found
+        slow.append(f"{pairs} different pairs of query and KV heads; at most {rules.max_head_pairs} run well.")
+    return slow

@@ -1,16 +1,17 @@
-"""The widths of all layers at once: a mixed-integer programme, solved with HiGHS (scipy.optimize.milp).
+"""Choose the widths of all layers at once by a mixed-integer programme, solved with HiGHS (scipy.optimize.milp).
 
 One binary variable x[l, c] for each layer l and choice c, a joint one of attention and MLP:
 
     minimise  sum loss[l, c] x[l, c]
-    so that   sum over c of x[l, c] = 1                                       for every layer
-              fixed[q] + sum cost[q, l, c] x[l, c] + pair[q] n <= bound[q]    for every limited quantity
+    so that   sum over c of x[l, c] = 1                                      for every layer
+              base[q] + sum cost[q, l, c] x[l, c] + pair[q] n <= bound[q]    for every limited quantity
 
 n is the number of distinct pairs of query and KV heads beyond the first. Choices that another choice of the same layer
-beats in the loss and every limited quantity are left out. The hidden size is tried in an outer loop. Losses of layers
-do not add up exactly, so that the best few solutions are returned that differ in some layers, among them the best of
-restricted families (whole layers only, widths only) and those of other objectives (the sum of the losses' roots, which
-takes much from few layers, or of their squares, which takes little from many). What is measured afterwards decides.
+beats in the loss and every limited quantity are left out. The hidden size is tried in an outer loop.
+
+Losses of layers do not add up exactly. Several good solutions are therefore returned, which differ in some layers and
+are compared by measurements. Among them are the best of restricted families (whole layers only, widths only) and those
+of other objectives: the sum of the losses' roots takes much from few layers, that of their squares little from many.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -39,10 +41,9 @@ Variant = Literal["best", "layers", "blocks", "widths", "concentrated", "spread"
 POWERS: dict[str, float] = {"concentrated": 0.5, "spread": 2.0}
 """Variant -> power of the losses that its objective adds up; 1 for the others."""
 SHARE_THAT_DIFFERS = 0.1
-"""Of the layers, between two solutions, where the options do not say how many."""
+"""Default share of the layers in which two solutions differ."""
 _TOLERANCE = 2e-6
-"""By how much, relative to the bound, HiGHS may overstep a limit."""
-
+"""Share of the bound by which HiGHS may exceed a limit."""
 _INFEASIBLE = 2
 """Status of scipy.optimize.milp."""
 
@@ -56,13 +57,13 @@ class SolveOptions(Config):
     Attributes:
         solutions: most solutions that are returned.
         different_layers: layers in which two of them differ at least; None = a tenth of all, at least one.
-        variants: solved in this order until there are enough, then further ones of "best": best (all choices), layers
+        variants: solved in this order, then "best" again until there are enough solutions: best (all choices), layers
             (whole layers or nothing), blocks (attention, MLP or layers or nothing), widths (nothing is skipped),
             concentrated and spread (all choices, other objectives).
-        head_pairs: most different pairs of query and KV heads among the layers with attention; None = no limit, in
-            ``pyprune fit`` as many as run well (four).
+        head_pairs: most different pairs of query and KV heads among the layers with attention; None = no limit; in
+            ``pyprune fit``, the number that runs well (four).
         gap: relative distance from the optimum at which a solution counts as the best.
-        nodes: of the search tree, at most; a wall-clock limit would make results depend on the machine.
+        nodes: most nodes of the search tree; a wall-clock limit would make results depend on the machine.
     """
 
     solutions: int = option(5, at_least=1, at_most=100)
@@ -84,10 +85,10 @@ class Solution:
 
     Attributes:
         hidden_size: of the model.
-        widths: of every dense layer, :data:`pyprune.fit.choices.DROPPED` where it goes.
+        widths: of every dense layer, :data:`pyprune.fit.choices.DROPPED` if it is removed.
         loss: the sum of the losses, that of the hidden size included.
-        predicted: what the model takes of every limited quantity, in the quantity's unit.
-        variant: which search found it.
+        predicted: the model's amount of every limited quantity, in the quantity's unit.
+        variant: of the search that found it.
     """
 
     hidden_size: int
@@ -97,7 +98,7 @@ class Solution:
     variant: str
 
     def differs(self, other: Solution) -> int:
-        """In how many layers two solutions differ."""
+        """Count the layers in which two solutions differ."""
         return sum(mine != theirs for mine, theirs in zip(self.widths, other.widths, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,16 +107,16 @@ class Solution:
             "variant": self.variant,
             "loss": self.loss,
             "hidden_size": self.hidden_size,
-            "widths": [[w.query_heads, w.kv_heads, w.ffn] for w in self.widths],
+            "widths": [list(widths) for widths in self.widths],
             "predicted": {str(quantity): amount for quantity, amount in self.predicted.items()},
         }
 
 
 def plan_of(solution: Solution, search: Search, scores: UnitScores) -> PrunePlan:
-    """The plan of a solution: at every width the units with the best scores stay.
+    """Make the plan of a solution, which keeps the units with the best scores at every width.
 
     Raises:
-        BudgetError: a smaller hidden size, and scores that know nothing of hidden channels.
+        BudgetError: a smaller hidden size, without scores of hidden channels.
         PlanError: the widths are not those of a valid plan.
     """
     plan = scores.plan(search.identity, dict(enumerate(solution.widths)), solution.hidden_size)
@@ -129,44 +130,45 @@ def solve(
     costs: CostModel,
     options: SolveOptions = SolveOptions(),
 ) -> tuple[Solution, ...]:
-    """The best solutions that keep a budget, the smallest loss first. The same input gives the same solutions.
+    """Find the best solutions that keep a budget, the smallest loss first. The same input gives the same solutions.
 
     Args:
         search: the choices of every layer and their losses.
-        budget: what is limited.
-        costs: predicts what is limited.
+        budget: limits.
+        costs: predicts the limited quantities.
         options: see :class:`SolveOptions`.
 
     Raises:
-        BudgetError: no plan keeps the budget (the message says which limit cannot be kept and what can be reached), or
-            the cost model does not know a quantity.
+        BudgetError: no plan keeps the budget (the message names the limit and the nearest one that can be kept), or the
+            cost model does not know a quantity.
     """
     options.validate()
     dense = budget.dense(costs, search.identity)
     bounds = budget.bounds(dense)
     programmes = [_Programme(search, hidden, bounds, costs, options) for hidden in search.hidden]
     apart = options.different_layers or max(1, round(SHARE_THAT_DIFFERS * len(search.layers)))
-    found: list[Solution] = []
-    for variant in _turns(options):
-        if len(found) == options.solutions:
+    solutions: list[Solution] = []
+    further: Variant = "best"
+    for variant in chain(options.variants, repeat(further)):
+        if len(solutions) == options.solutions:
             break
-        best = _best([p.solve(variant, found, apart) for p in programmes])
-        if best is not None:
-            found.append(best)
+        each = [solution for p in programmes if (solution := p.solve(variant, solutions, apart)) is not None]
+        if each:
+            solutions.append(min(each, key=lambda solution: solution.loss))
         elif variant == "best":
-            break  # what is left differs too little
-    if not found:
-        raise BudgetError(_why_infeasible(search, budget, costs, dense, options))
-    return tuple(sorted(found, key=lambda solution: solution.loss))
+            break  # the remaining solutions differ too little
+    if not solutions:
+        raise BudgetError(_explain_infeasible(search, budget, costs, dense, options))
+    return tuple(sorted(solutions, key=lambda solution: solution.loss))
 
 
 def check_feasible(search: Search, budget: Budget, costs: CostModel, options: SolveOptions = SolveOptions()) -> None:
-    """Refuse a budget that no plan keeps; which plan would lose least is not asked, so that losses may be missing.
+    """Refuse a budget that no plan keeps. Losses are not read, so that they may be missing.
 
     Args:
         search: the choices of every layer.
-        budget: what is limited.
-        costs: predicts what is limited.
+        budget: limits.
+        costs: predicts the limited quantities.
         options: see :class:`SolveOptions`.
 
     Raises:
@@ -178,18 +180,7 @@ def check_feasible(search: Search, budget: Budget, costs: CostModel, options: So
     first = budget.limits[0]
     others = {quantity: bound for quantity, bound in bounds.items() if quantity != first.quantity}
     if _least(programmes, first, others) > bounds[first.quantity]:
-        raise BudgetError(_why_infeasible(search, budget, costs, dense, options))
-
-
-def _turns(options: SolveOptions) -> Iterator[Variant]:
-    yield from options.variants
-    while True:
-        yield "best"
-
-
-def _best(solutions: Sequence[Solution | None]) -> Solution | None:
-    there = [solution for solution in solutions if solution is not None]
-    return min(there, key=lambda solution: solution.loss, default=None)
+        raise BudgetError(_explain_infeasible(search, budget, costs, dense, options))
 
 
 class _Programme:
@@ -215,57 +206,57 @@ class _Programme:
         self.hidden = hidden
         self.options = options
         self.bounds = dict(bounds)
-        self.fixed = {quantity: costs.fixed(quantity, hidden) for quantity in bounds}
-        known = {choice.widths for layer in search.layers for choice in layer} - {DROPPED}
+        self.base = {quantity: costs.base(quantity, hidden) for quantity in bounds}
+        every = {choice.widths for layer in search.layers for choice in layer} - {DROPPED}
         self.cost = {
-            (quantity, widths): costs.layer(quantity, hidden, widths) for quantity in bounds for widths in known
-        } | {(quantity, DROPPED): 0.0 for quantity in bounds}
+            (quantity, widths): costs.layer(quantity, hidden, widths) for quantity in bounds for widths in every
+        }
+        self.cost |= {(quantity, DROPPED): 0.0 for quantity in bounds}
         self.head_pair = {quantity: costs.head_pair(quantity) for quantity in bounds}
 
     def solve(self, variant: Variant, before: Sequence[Solution], apart: int) -> Solution | None:
-        """The best solution of a variant that differs from those before in some layers; None where there is none."""
+        """Find the best solution of a variant that differs from those before in some layers; None if none does."""
         columns = self._columns(variant)
         losses = np.array([choice.loss for _, choice in columns])
         power = POWERS.get(variant, 1.0)
         objective = losses if power == 1 else np.maximum(losses, 0) ** power
         cuts = self._no_goods(columns, before, apart)
-        chosen = self._chosen(columns, objective, cuts, self.bounds)
+        chosen = self._choose(columns, objective, cuts, self.bounds)
         return None if chosen is None else self._solution(variant, chosen)
 
     def least(self, quantity: Quantity, others: Mapping[Quantity, float]) -> float | None:
-        """The smallest amount of a quantity within the bounds of others; None where these alone cannot be kept."""
+        """Find the smallest amount of a quantity within the bounds of others; None if these cannot be kept."""
         columns = self._columns("best", dominated=False)
         objective = np.array([self.cost[quantity, choice.widths] for _, choice in columns])
         scale = float(objective.max()) or 1.0
-        chosen = self._chosen(columns, objective / scale, [], others, self.head_pair[quantity] / scale)
+        chosen = self._choose(columns, objective / scale, [], others, self.head_pair[quantity] / scale)
         return None if chosen is None else self._amounts(chosen)[quantity]
 
     def _columns(self, variant: Variant, *, dominated: bool = True) -> list[tuple[int, Choice]]:
-        """(layer, choice) of every variable."""
-        found: list[tuple[int, Choice]] = []
+        """Return (layer, choice) of every variable."""
+        columns: list[tuple[int, Choice]] = []
         for index, layer in enumerate(self.search.layers):
-            dense = layer[0].widths
-            own = [choice for choice in layer if _belongs(choice.widths, dense, variant)]
-            found += [(index, choice) for choice in (self._undominated(own) if dominated else own)]
-        return found
+            choices = [choice for choice in layer if _belongs(choice.widths, layer[0].widths, variant)]
+            columns += [(index, choice) for choice in (self._drop_dominated(choices) if dominated else choices)]
+        return columns
 
-    def _undominated(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Without those that another one of the same layer beats in the loss and in every limited quantity."""
+    def _drop_dominated(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Drop choices that another one of the same layer beats in the loss and in every limited quantity."""
         if self._pairs_matter:
             pairs: dict[tuple[int, int], list[Choice]] = {}
-            for choice in choices:  # where pairs are few or cost something, a choice may be needed for its pair
-                pairs.setdefault((choice.widths.query_heads, choice.widths.kv_heads), []).append(choice)
-            return [choice for some in pairs.values() for choice in self._frontier(some)]
+            for choice in choices:  # if pairs are limited or cost something, a choice may be needed for its pair
+                pairs.setdefault(choice.widths[:2], []).append(choice)
+            return [choice for alike in pairs.values() for choice in self._frontier(alike)]
         return self._frontier(choices)
 
     @property
     def _pairs_matter(self) -> bool:
-        """Whether it is limited how many pairs of heads there are, or any limit depends on it."""
+        """Check whether the number of pairs of heads is limited, or any limit depends on it."""
         return self.options.head_pairs is not None or any(self.head_pair.values())
 
     def _frontier(self, choices: Sequence[Choice]) -> list[Choice]:
         table = np.array([[c.loss, *(self.cost[q, c.widths] for q in self.bounds)] for c in choices])
-        no_worse = (table[:, None, :] <= table[None, :, :]).all(-1)  # [i, j]: i is nowhere worse than j
+        no_worse = (table[:, None, :] <= table[None, :, :]).all(-1)  # [i, j]: i is in nothing worse than j
         first = np.arange(len(choices))
         beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))
         return [choice for choice, by in zip(choices, beats.T, strict=True) if not by.any()]
@@ -273,7 +264,7 @@ class _Programme:
     def _no_goods(
         self, columns: Sequence[tuple[int, Choice]], before: Sequence[Solution], apart: int
     ) -> list[tuple[Floats, float]]:
-        """Rows (coefficients, upper bound) that keep a solution away from those found before."""
+        """Return rows (coefficients, upper bound) that exclude solutions similar to those before."""
         same = [solution for solution in before if solution.hidden_size == self.hidden]
         return [
             (
@@ -283,7 +274,7 @@ class _Programme:
             for solution in same
         ]
 
-    def _chosen(
+    def _choose(
         self,
         columns: Sequence[tuple[int, Choice]],
         objective: Floats,
@@ -291,7 +282,7 @@ class _Programme:
         bounds: Mapping[Quantity, float],
         per_pair: float = 0.0,
     ) -> tuple[Choice, ...] | None:
-        """The choice of every layer; bounds are tightened by the solver's tolerance where it used that.
+        """Return the choice of every layer; tighten the bounds if the solver exceeds them within its tolerance.
 
         Args:
             columns: (layer, choice) of every variable.
@@ -301,7 +292,7 @@ class _Programme:
             per_pair: coefficient of the number of head pairs beyond the first in the objective.
         """
         for tightened in (0.0, _TOLERANCE, 2 * _TOLERANCE):
-            chosen = self._solved(columns, objective, cuts, bounds, per_pair, 1 - tightened)
+            chosen = self._solve_once(columns, objective, cuts, bounds, per_pair, 1 - tightened)
             if chosen is None:
                 return None
             amounts = self._amounts(chosen)
@@ -309,7 +300,7 @@ class _Programme:
                 return chosen
         return None
 
-    def _solved(
+    def _solve_once(
         self,
         columns: Sequence[tuple[int, Choice]],
         objective: Floats,
@@ -321,9 +312,9 @@ class _Programme:
         layers = len(self.search.layers)
         place = np.array([layer for layer, _ in columns])
         dropped = np.array([float(choice.widths == DROPPED) for _, choice in columns])
-        # Each limit is divided by its bound, so that one tolerance means the same for bytes and seconds.
+        # Divide each limit by its bound, so that one tolerance applies to bytes and seconds alike.
         rows = [np.array([self.cost[q, c.widths] / bound for _, c in columns]) for q, bound in bounds.items()]
-        most = [share - self.fixed[q] / bound for q, bound in bounds.items()]
+        most = [share - self.base[q] / bound for q, bound in bounds.items()]
         rows += [dropped, *(row for row, _ in cuts)]
         most += [layers - 1.0, *(bound for _, bound in cuts)]
         pair_variables, pair_rows = self._pair_rows(columns)
@@ -352,23 +343,23 @@ class _Programme:
         if result.x is None:
             return None
         picked = result.x[: len(columns)]
-        return tuple(max(zip(picked[place == i], _of(columns, i), strict=True), key=_value)[1] for i in range(layers))
+        return tuple(columns[int(np.where(place == i, picked, -1.0).argmax())][1] for i in range(layers))
 
     def _pair_rows(self, columns: Sequence[tuple[int, Choice]]) -> tuple[int, list[LinearConstraint]]:
-        """How many variables count head pairs, and the rows that tie them to the columns.
+        """Return the number of variables that count head pairs, and the rows that tie them to the columns.
 
-        There is one for each pair, 1 where a layer has it, and behind them the number of pairs beyond the first.
+        A variable for each pair is 1 if a layer has it; a last one is the number of pairs beyond the first.
         """
-        own = [(c.widths.query_heads, c.widths.kv_heads) for _, c in columns]
-        pairs = sorted(set(own) - {(0, 0)})
+        pair_of = [c.widths[:2] for _, c in columns]
+        pairs = sorted(set(pair_of) - {(0, 0)})
         if not (pairs and self._pairs_matter):
             return 0, []
-        used = sorted({(layer, pair) for (layer, _), pair in zip(columns, own, strict=True) if pair != (0, 0)})
+        used = sorted({(layer, pair) for (layer, _), pair in zip(columns, pair_of, strict=True) if pair != (0, 0)})
         row_of = {key: i for i, key in enumerate(used)}
         width = len(columns) + len(pairs) + 1
         entries = [
             (row_of[layer, pair], i, 1.0)
-            for i, ((layer, _), pair) in enumerate(zip(columns, own, strict=True))
+            for i, ((layer, _), pair) in enumerate(zip(columns, pair_of, strict=True))
             if pair != (0, 0)
         ] + [(row, len(columns) + pairs.index(pair), -1.0) for (_, pair), row in row_of.items()]
         at, column, value = zip(*entries, strict=True)
@@ -382,7 +373,7 @@ class _Programme:
     def _amounts(self, chosen: Sequence[Choice]) -> dict[Quantity, float]:
         further = further_head_pairs(choice.widths for choice in chosen)
         return {
-            q: self.fixed[q] + sum(self.cost[q, choice.widths] for choice in chosen) + self.head_pair[q] * further
+            q: self.base[q] + sum(self.cost[q, choice.widths] for choice in chosen) + self.head_pair[q] * further
             for q in self.bounds
         }
 
@@ -394,12 +385,12 @@ class _Programme:
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Discard what is written to the descriptor of stdout, where HiGHS leaves lines of its own even when told not to.
+    """Discard the output of HiGHS to the descriptor of stdout, which its options do not turn off.
 
-    Where a command prints JSON, they would be part of it.
+    It would spoil the JSON that a command prints.
     """
     try:
-        own = os.dup(1)
+        stdout = os.dup(1)
     except OSError:  # a process without stdout
         yield
         return
@@ -409,21 +400,13 @@ def _silent_stdout() -> Iterator[None]:
         os.dup2(nowhere, 1)
         yield
     finally:
-        os.dup2(own, 1)
-        os.close(own)
+        os.dup2(stdout, 1)
+        os.close(stdout)
         os.close(nowhere)
 
 
-def _of(columns: Sequence[tuple[int, Choice]], index: int) -> list[Choice]:
-    return [choice for layer, choice in columns if layer == index]
-
-
-def _value(entry: tuple[float, Choice]) -> float:
-    return entry[0]
-
-
 def _belongs(widths: Widths, dense: Widths, variant: Variant) -> bool:
-    """Whether a variant takes a choice."""
+    """Check whether a variant allows a choice."""
     attention = (widths.query_heads, widths.kv_heads) == (dense.query_heads, dense.kv_heads)
     match variant:
         case "layers":
@@ -436,10 +419,10 @@ def _belongs(widths: Widths, dense: Widths, variant: Variant) -> bool:
             return True
 
 
-def _why_infeasible(
+def _explain_infeasible(
     search: Search, budget: Budget, costs: CostModel, dense: Mapping[Quantity, float], options: SolveOptions
 ) -> str:
-    """Which limits cannot be kept, and the nearest values that can."""
+    """Name the limits that cannot be kept, and the nearest values that can."""
     bounds = budget.bounds(dense)
     programmes = [_Programme(search, hidden, bounds, costs, options) for hidden in search.hidden]
     alone = {limit: _least(programmes, limit, {}) for limit in budget.limits}
@@ -450,10 +433,10 @@ def _why_infeasible(
     for limit in budget.limits:
         rest = Budget(tuple(other for other in budget.limits if other != limit))
         others = rest.bounds(dense)
-        # Another limit of the same quantity stays, and decides where it is the tighter one.
+        # Another limit of the same quantity may be the tighter one.
         amount = _least(programmes, limit, {q: bound for q, bound in others.items() if q != limit.quantity})
         if amount <= others.get(limit.quantity, float("inf")) and amount < float("inf"):
-            lines.append(f"- {limit.reachable(amount, dense[limit.quantity])} with {rest}")
+            lines.append(f"- {limit.nearest(amount, dense[limit.quantity])} with {rest}")
     if len(lines) == 1:
         return (
             f"No plan keeps all of {budget}, and leaving out any one of these limits does not help: loosen several, or "
@@ -463,15 +446,15 @@ def _why_infeasible(
 
 
 def _least(programmes: Sequence[_Programme], limit: Limit, others: Mapping[Quantity, float]) -> float:
-    """The smallest amount of what a limit bounds within the bounds of others; infinite where those cannot be kept."""
-    found = [programme.least(limit.quantity, others) for programme in programmes]
-    return min((amount for amount in found if amount is not None), default=float("inf"))
+    """Find the smallest amount of a limited quantity within the bounds of others; infinite if those cannot be kept."""
+    amounts = [programme.least(limit.quantity, others) for programme in programmes]
+    return min((amount for amount in amounts if amount is not None), default=float("inf"))
 
 
 def _unreachable(limit: Limit, amount: float, dense: Mapping[Quantity, float]) -> str:
     whole = dense[limit.quantity]
     return (
-        f"{limit} cannot be kept: the most that the choices can do is {limit.reachable(amount, whole)} (the dense "
-        f"model has {limit.written(whole, whole)}). Loosen it, or open more choices: what may be skipped, smaller FFN "
+        f"{limit} cannot be kept: the nearest that the choices can reach is {limit.nearest(amount, whole)} (the dense "
+        f"model has {limit.write(whole, whole)}). Loosen it, or open more choices: what may be skipped, smaller FFN "
         "shares, other hidden sizes."
     )

@@ -1,4 +1,4 @@
-"""Candidates and the written winner run beside the dense model, in the engine and format that the budget is for."""
+"""Time candidates and the written winner in turns with the dense model, in the engine and format of the budget."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 WINNER = "fitted"
 """The written model's name in tables of speed."""
 LONG_S = 10.0
-"""Seconds of a turn that is itself the mean of many steps, so that two that agree are enough."""
+"""Seconds of a long turn, which averages many steps, so that two turns that agree are enough."""
 AGREE = 0.01
-"""Share by which they may differ."""
+"""Share by which turns that agree may differ."""
 
 
 def time_plans(
@@ -47,14 +47,14 @@ def time_plans(
     repeats: int,
     tokenizer: Any,
 ) -> dict[str, dict[Quantity, float]]:
-    """Seconds of every plan and workload, turn by turn in engines that stay loaded side by side.
+    """Measure the seconds of every plan and workload, turn by turn in engines that are loaded side by side.
 
-    Where the memory holds one engine, they are loaded one after another. Each turn counts by its ratio to the dense
-    model's of that moment, so that a machine that slows down does not matter. How long a model takes depends on its
-    shapes alone, so that random weights are run. Long turns are not repeated where two of them agree (:func:`agree`).
+    If the memory holds only one engine, they are loaded one after another. Each turn is divided by the dense model's
+    time at that moment, so that a machine that slows down does not matter. A model's time depends only on its shapes,
+    so that random weights are run. Long turns are not repeated if two of them agree (:func:`agree`).
 
     Args:
-        profile: whose engine and dtype run them.
+        profile: names the engine and dtype.
         config: of the dense model.
         plans: name -> plan; :data:`DENSE` is among them.
         quantities: workloads.
@@ -63,7 +63,7 @@ def time_plans(
 
     Raises:
         EngineError: an engine failed; its last log lines are in the message.
-        UnsupportedModelError: the engine cannot hold a plan.
+        UnsupportedModelError: the engine cannot run a plan.
     """
     engine, _ = choose_engine(profile.engine)
     with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder, visible(profile.used_device):
@@ -75,16 +75,16 @@ def time_plans(
         dense = models.pop(DENSE)
         room = room_for(engine, written_bytes(work / DENSE), cache_bytes(dense[1], quantities, profile.dtype))
         with EngineGroup(engine, profile.dtype, quantities, plans[DENSE].dense.vocab_size) as engines:
-            groups = engines.in_groups(dense, list(models), models.get, room=room, repeats=repeats, enough=agree)
+            groups = engines.time_groups(dense, list(models), models.get, room=room, repeats=repeats, enough=agree)
             turns = [turn for _, found in groups for turn in found]
     seconds = {quantity: relative_seconds(turns, quantity)[0] for quantity in quantities}
     return {name: {quantity: seconds[quantity][name] for quantity in quantities} for name in plans}
 
 
 def agree(turns: Sequence[Timing]) -> bool:
-    """Whether turns of a workload, the dense model's first, are enough.
+    """Check whether turns of a workload, the dense model's first, are enough.
 
-    Long ones are, two or more of each model, whose shares of the dense model's time differ by no more than
+    Two or more long turns of each model are enough if their shares of the dense model's time differ by at most
     :data:`AGREE`.
     """
     if turns[0].seconds < LONG_S or sum(turn.probe == DENSE for turn in turns) < 3:
@@ -103,29 +103,30 @@ def time_winner(
     repeats: int,
     tokenizer: Any,
 ) -> SpeedReport:
-    """Time what was written as `pyprune bench` does: generation of 64 x 128 and a prompt of 2,048 tokens, or the most
-    that the model reads, in turns with the dense model.
+    """Time the written model in turns with the dense model, as `pyprune bench` does.
+
+    The workloads are generation of 64 x 128 and a prompt of 2,048 tokens, or the longest that the model reads.
 
     Args:
-        source: of the dense model. Where engines do not read it themselves, it is run with random weights.
+        source: of the dense model. If engines cannot read it, it is run with random weights.
         config: of the dense model.
         winner: checkpoint folder or GGUF file.
         weights: format of the budget: llama.cpp runs GGUF files, vLLM quantised folders.
-        profile: whose engine and dtype run both, where there is one.
-        engine: what runs them without one, where the weights are of a dtype.
+        profile: names the engine and dtype of both models; None = choose them by ``weights`` and ``engine``.
+        engine: of weights in a dtype, if there is no profile.
         repeats: timed turns of each.
         tokenizer: of the dense model.
 
     Raises:
         EngineError, MissingDependencyError, UnsupportedModelError, ConfigError: it cannot be run here.
     """
-    known = weight_format(weights)
-    usual = {"gguf": "llamacpp", "plain": engine}.get(known.layout, "vllm")
+    layout = weight_format(weights).layout
+    usual = {"gguf": "llamacpp", "plain": engine}.get(layout, "vllm")
     runner, _ = choose_engine(profile.engine if profile is not None else usual)
     runs_files = runner == "llamacpp"
     file_format = profile.dtype if profile is not None else default_dtype(runner)
-    quantise = (weights if known.layout == "gguf" else file_format) if runs_files else None
-    dtype = weights if known.layout == "plain" and not runs_files else Workload.dtype
+    quantise = (weights if layout == "gguf" else file_format) if runs_files else None
+    dtype = weights if layout == "plain" and not runs_files else Workload.dtype
     limit = position_limit(config) or math.inf
     work = Workload(
         prompt_tokens=int(min(Workload.prompt_tokens, limit - 1)),
@@ -135,7 +136,7 @@ def time_winner(
     with tempfile.TemporaryDirectory(prefix="pyprune-fit-") as folder, visible(device):
         dense: str | Path = source.name
         if source != ModelSource(source.name) or not _is_served(source.name):
-            say("The dense model is timed with random weights: engines do not read it as it was read here.")
+            say("The dense model is timed with random weights: engines cannot read it as it was read here.")
             plan = family_for(config).plan(config)
             dense, _ = write_served(config, plan, Path(folder) / DENSE, runner, quantise or dtype, tokenizer)
         return measure(
@@ -150,7 +151,7 @@ def time_winner(
 
 
 def _is_served(source: str) -> bool:
-    """Whether engines read a model by themselves: they want safetensors or a GGUF file."""
+    """Check whether engines can read a model: it must have safetensors or be a GGUF file."""
     try:
         read_checkpoint(source)
     except CheckpointError:
@@ -167,53 +168,53 @@ def profile_of(
     allow: bool = False,
     before: Callable[[PretrainedConfig, str], None] | None = None,
 ) -> Profile:
-    """The stored profile of a model, engine and dtype; measured and stored where there is none that holds here.
+    """Load the stored profile of a model, engine and dtype; measure and store it if none is valid here.
 
     Args:
         source: of the dense model.
         engine: auto, vllm, transformers or llamacpp.
         dtype: of the weights; None = the engine's default.
-        quantities: workloads that it must know.
+        quantities: workloads that it must have.
         allow: use a stored one of another machine or version, with a warning.
-        before: (dense configuration, dtype) -> nothing; called where one has to be measured, which takes long, to
-            refuse what would fail after it.
+        before: (dense configuration, dtype) -> None; called before a profile is measured, which takes long, to raise
+            errors that would come after it.
 
     Raises:
         ConfigError: a dtype that the engine does not run.
-        BudgetError: a workload that is longer than what the model reads.
-        PypruneError: what stops a measurement.
+        BudgetError: a workload with longer sequences than the model reads.
+        PypruneError: the measurement failed.
     """
     chosen, _ = choose_engine(engine)
     config = dense_config(source)
     _check_read(config, quantities)
     weights = dtype or default_dtype(chosen)
-    known = _stored(config, chosen, weights, allow=allow, instead="It is measured again.")
-    if known is not None and _knows(known, quantities):
-        say(f"Using the profile {known.name}, of {known.machine['device']}.")
-        return known
+    stored = _load_stored(config, chosen, weights, allow=allow, instead="It is measured again.")
+    if stored is not None and _predicts(stored, quantities):
+        say(f"Using the profile {stored.name}, of {stored.machine['device']}.")
+        return stored
     if before is not None:
         before(config, weights)
     usual = ProfileOptions(engine=chosen, dtype=dtype).within(position_limit(config))
-    # A model of the same sizes, by which profiles are named, may read more than this one.
+    # Profiles are named by sizes alone, and the stored one may be of a model that reads more than this one.
     limit = position_limit(config) or math.inf
-    kept = [q for q in known.quantities if longest_sequence(q) <= limit] if known else usual.quantities
-    wanted = dict.fromkeys([*kept, *quantities])
+    kept = [q for q in stored.quantities if longest_sequence(q) <= limit] if stored else usual.quantities
+    workloads = dict.fromkeys([*kept, *quantities])
     check_stored()
-    say("There is no profile for this budget: measuring what models of this family and size take here (once).")
+    say("There is no profile for this budget: measuring the times of models of this family and size (once).")
     options = replace(
         usual,
-        prefill=tuple(q.tokens for q in wanted if q.kind == "prefill"),
-        generation=tuple((q.batch, q.tokens, q.prompt) for q in wanted if q.kind == "generation"),
+        prefill=tuple(q.tokens for q in workloads if q.kind == "prefill"),
+        generation=tuple((q.batch, q.tokens, q.prompt) for q in workloads if q.kind == "generation"),
     )
-    found = take_profile(source, options)
-    say(f"Kept as {found.save(stored_as(found.name))}.")
-    return found
+    taken = take_profile(source, options)
+    say(f"Kept as {taken.save(stored_as(taken.name))}.")
+    return taken
 
 
 def stored_profile(source: ModelSource, *, engine: str, dtype: str, allow: bool = False) -> Profile | None:
-    """The stored profile of a model, engine and dtype; None where there is none that holds here. Nothing is measured.
+    """Load the stored profile of a model, engine and dtype, without measuring; None if none is valid here.
 
-    Nor is there one for a user without a folder to read.
+    None also for a user whose profiles cannot be read.
 
     Args:
         source: of the dense model.
@@ -221,10 +222,10 @@ def stored_profile(source: ModelSource, *, engine: str, dtype: str, allow: bool 
         dtype: of the weights.
         allow: see :func:`profile_of`.
     """
-    chosen = choose_engine(engine)[0] if engine == "auto" else engine  # which need not be installed
+    chosen = choose_engine(engine)[0] if engine == "auto" else engine  # a named engine need not be installed
     config = dense_config(source)
     try:
-        found = _stored(config, chosen, dtype, allow=allow, instead="No times are told.")
+        found = _load_stored(config, chosen, dtype, allow=allow, instead="No times are reported.")
     except (OSError, RuntimeError):  # permissions; no home
         return None
     if found is not None:
@@ -245,15 +246,15 @@ def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> Non
         raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 
 
-def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, instead: str) -> Profile | None:
-    """The profile of the default name, if there is one and it holds on this machine; else ``instead`` is said."""
+def _load_stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, instead: str) -> Profile | None:
+    """Load the profile of the default name if it exists and is valid on this machine; else warn with ``instead``."""
     plan = family_for(config).plan(config)
     path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
     if not path.is_file():
         return None
     try:
         found = Profile.load(path)
-        if not allow:  # else it is said where the profile is used
+        if not allow:  # else the use of the profile warns
             found.check(plan)
     except BudgetError as error:
         warn(f"{error} {instead}")
@@ -261,11 +262,11 @@ def _stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, i
     return found
 
 
-def _knows(profile: Profile, quantities: Sequence[Quantity]) -> bool:
+def _predicts(profile: Profile, quantities: Sequence[Quantity]) -> bool:
     try:
         costs = MeasuredCosts(profile)
         for quantity in quantities:
-            costs.fixed(quantity, profile.dense.hidden_size)
+            costs.base(quantity, profile.dense.hidden_size)
     except BudgetError:
         return False
     return True

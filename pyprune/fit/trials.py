@@ -1,18 +1,17 @@
-"""Losses of single blocks, measured: one block of the dense model is changed and reconstructed, all others stay.
+"""Measure the losses of single blocks: change and reconstruct one block of the dense model, and no other.
 
-The dense residual stream walks through the model once. At every block, for each width it may have, the block alone is
-narrowed or skipped; the writer behind the change (its own where something of it stays, else the nearest one before it)
-is solved in closed form to follow the dense stream, exactly as :mod:`pyprune.cut.reconstruct` does for a cut, on one
-part of the text; and only the layers behind it run on the other part, on which the loss is taken. So a trial costs half
-the model on average, and no text is both solved on and judged on.
+The dense residual stream runs through the model once. Each block is narrowed or skipped alone, for each of its widths.
+The writer of the change (the block's own if a part of it is kept, else the nearest one before it) is then solved in
+closed form to follow the dense stream, as :mod:`pyprune.cut.reconstruct` does for a cut, on one part of the text. Only
+the layers after it run on the other part, on which the loss is measured. A trial therefore costs half the model on
+average, and no text is used for both solving and judging.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -54,11 +53,11 @@ from pyprune.runtime.progress import track, warn
 from pyprune.runtime.records import RecordFile, digest
 
 HELD_BACK = 0.125
-"""Share of the sequences that are solved on which judges ridges, as in a cut."""
+"""Share of the sequences for solving on which ridges are judged, as in a cut."""
 
 
 def recommended_scores() -> PruneConfig:
-    """The scorer whose order is used unless another one is given: Taylor's second-order term, sum |w h w|."""
+    """Return the options of the scorer: Taylor's second-order term, sum |w h w|."""
     return scoring_config("taylor", TaylorOptions(form="param_second"))
 
 
@@ -66,9 +65,9 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
     """Score every KV group, query head and FFN channel of a dense model, and with ``hidden`` every hidden channel.
 
     Args:
-        model: comes back as it was.
+        model: is not changed.
         samples: token ids, int64 [N, T].
-        hidden: needed where hidden sizes are tried.
+        hidden: needed if hidden sizes are tried.
 
     Raises:
         ScoreError: scores that are not finite.
@@ -108,11 +107,11 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
 
 def weights_digest(model: PreTrainedModel) -> str:
     """SHA-256 over the names, shapes and values of all parameters, hexadecimal."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        sha.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 @torch.no_grad()
@@ -129,14 +128,14 @@ def measure_losses(
     """Measure the loss of every anchor of every layer, and of every hidden size.
 
     Args:
-        model: dense; comes back as it was.
-        space: what the model may become.
+        model: dense; is not changed.
+        space: choices of the model.
         scores: of its units.
         samples: windows of text without padding, int64 [N, T], at least three of every kind.
         options: see :class:`ValueOptions`.
-        path: a JSONL file to which every loss is appended as soon as it is measured, and from which those of the same
-            model, text, scores and options are taken; what it holds of others is said and not used. None keeps nothing.
-        model_id: what tells this model from others; None = a digest of its weights.
+        path: a JSONL file to which every loss is appended as soon as it is measured. Losses of the same model, text,
+            scores and options are read from it; a warning tells of losses of others. None keeps nothing.
+        model_id: identifies the model; None = a digest of its weights.
 
     Raises:
         DataError: too few sequences, or padding among them.
@@ -153,32 +152,23 @@ def measure_losses(
         "text": batch.digest(),
         "kinds": list(batch.kinds),
         "scores": replace(scores, hidden=()).digest(),  # those of hidden channels change no loss of a layer
-        "options": options.measuring(),
+        "options": options.identity(),
     }
     store = _Store(path, identity, digest(scores.hidden))
     trials = _Trials(model, scores, space, batch, options)
-    begin = time.monotonic()
-    wanted = [(i, widths) for i, layer in enumerate(space.layers) for widths in anchors_of(layer, options)]
-    missing = [place for place in wanted if store.get(*place, space.hidden[0]) is None]
-    for loss in trials.blocks(missing):
+    anchors = [(i, widths) for i, layer in enumerate(space.layers) for widths in anchors_of(layer, options)]
+    for loss in trials.blocks([place for place in anchors if store.get(*place, space.hidden[0]) is None]):
         store.add(loss)
     for size in space.hidden[1:]:
         if store.get(None, space.dense_widths, size) is None:
             store.add(trials.hidden(size))
-    entries = [store.get(i, widths, space.hidden[0]) for i, widths in wanted]
+    entries = [store.get(i, widths, space.hidden[0]) for i, widths in anchors]
     entries += [store.get(None, space.dense_widths, size) for size in space.hidden[1:]]
-    return BlockLosses(
-        entries=tuple(entry for entry in entries if entry is not None),
-        cross_entropy=trials.cross_entropy,
-        positions=trials.positions,
-        identity=identity,
-        seconds=round(time.monotonic() - begin, 3),
-        reused=len(entries) - store.added,
-    )
+    return BlockLosses(tuple(entry for entry in entries if entry is not None), len(entries) - store.added)
 
 
 class _Store:
-    """Losses in a file, each under the identity of what it was measured on.
+    """Losses in a file, each under the identity of its model, text, scores and options.
 
     Args:
         path: the file; None keeps them in memory.
@@ -195,51 +185,48 @@ class _Store:
             if others:
                 last = others[-1]
                 differ = [name for name in identity if last.get(name) != identity[name]]
-                warn(f"{path} holds losses of another {', '.join(differ)}; they are not used, all are measured again.")
+                warn(f"{path} holds losses of another {', '.join(differ)}; they are not used. All are measured again.")
             self.records.add({"kind": "identity", "key": self.name, "identity": identity})
 
     def get(self, layer: int | None, widths: Widths, hidden: int) -> BlockLoss | None:
-        """A loss that was measured; None where there is none."""
-        found = self.records.of("loss").get(self._key(layer, widths, hidden))
-        return None if found is None else BlockLoss.from_dict(found["loss"])
+        """Return a measured loss; None if it is missing."""
+        record = self.records.of("loss").get(self._key(layer, widths, hidden))
+        return None if record is None else BlockLoss(layer, widths, hidden, float(record["loss"]["kl"]))
 
     def add(self, loss: BlockLoss) -> None:
         """Keep a loss."""
         key = self._key(loss.layer, loss.widths, loss.hidden_size)
-        self.records.add({"kind": "loss", "key": key, "identity": self.name, "loss": loss.to_dict()})
+        self.records.add({"kind": "loss", "key": key, "identity": self.name, "loss": asdict(loss)})
         self.added += 1
 
     def _key(self, layer: int | None, widths: Widths, hidden: int) -> str:
-        scored = [] if layer is not None else [self.channels]
-        return digest([self.name, layer, widths.query_heads, widths.kv_heads, widths.ffn, hidden, *scored])
+        return digest([self.name, layer, *widths, hidden, *([self.channels] if layer is None else [])])
 
 
 @dataclass(eq=False)
 class _Judge:
-    """Sequences on which losses are taken.
+    """Sequences on which losses are measured.
 
     Attributes:
         ids: int64 [B, T].
-        stream: the dense stream [B, T, H] where the walk stands.
+        stream: the dense stream [B, T, H] at the current block.
         dense: probabilities of the dense model at the judged positions, float32 [B, P, V].
-        against_itself: its cross-entropy against its own distribution there (the entropy), float32 [B, P].
-        losses: its cross-entropy against the text there, float32 [B, P].
+        entropy: of the dense model there, float32 [B, P].
     """
 
     ids: Tensor
     stream: Tensor
     dense: Tensor
-    against_itself: Tensor
-    losses: Tensor
+    entropy: Tensor
 
 
 class _Trials:
-    """A dense model, its text, and the stream where the walk stands.
+    """A dense model, its text, and the stream at the current block.
 
     Args:
         model: dense.
         scores: of its units.
-        space: what it may become.
+        space: its choices.
         batch: the text.
         options: see :class:`ValueOptions`.
     """
@@ -272,25 +259,22 @@ class _Trials:
         judged = list(torch.cat(judged).split(size)) if judged else []
         rows = [(ids, kind) for ids, _, kind, judges in parts if not judges]
         if not judged:
-            raise DataError(
-                "Losses need sequences to be judged on and others to solve on; give at least three of a kind."
-            )
+            raise DataError("Losses need sequences to judge on and others to solve on; give at least three of a kind.")
         self.solved_on = Batch.of(torch.cat([ids for ids, _ in rows]))
         self.solved_kinds = [kind for ids, kind in rows for _ in ids]
         self.fit: list[Chunk] = []
         self.targets: dict[tuple[Part, ...], list[tuple[Tensor, Tensor | None]]] = {}
         with frozen_eval(model), self.runner.compute_in(options.dtype):
             self.judges = [self._judge(ids.to(model.device)) for ids in judged]
-        self.positions = sum(judge.losses.numel() for judge in self.judges)
-        self.cross_entropy = float(torch.cat([judge.losses.flatten() for judge in self.judges]).mean())
+        self.positions = sum(judge.entropy.numel() for judge in self.judges)
 
-    def blocks(self, wanted: Sequence[tuple[int, Widths]]) -> Iterable[BlockLoss]:
+    def blocks(self, places: Sequence[tuple[int, Widths]]) -> Iterable[BlockLoss]:
         """Measure changes of single layers, in the order of the blocks at which they begin."""
         by_start: dict[Part, list[tuple[int, Widths, PrunePlan]]] = {}
-        for index, widths in wanted:
+        for index, widths in places:
             plan = self.scores.plan(self.identity, {index: widths})
             by_start.setdefault(self._start(plan), []).append((index, widths, plan))
-        if not wanted:
+        if not places:
             return
         parts = [part for i in range(len(self.runner.layers)) for part in parts_of(self.family, i)]
         last = max(parts.index(part) for part in by_start)
@@ -298,8 +282,7 @@ class _Trials:
             self._begin()
             for part in track(parts[: last + 1], "measuring losses of blocks"):
                 for index, widths, plan in by_start.get(part, ()):
-                    kl, cross_entropy = self._trial(plan)
-                    yield BlockLoss(index, widths, len(self.identity.hidden), kl, cross_entropy)
+                    yield BlockLoss(index, widths, len(self.identity.hidden), self._trial(plan))
                 self._advance(part)
 
     def hidden(self, size: int) -> BlockLoss:
@@ -311,18 +294,17 @@ class _Trials:
                 reconstruct_(self.model, plan, self.solved_on, kinds=self.solved_kinds, options=options)
             mask_(self.model, plan)
             with frozen_eval(self.model), self.runner.compute_in(self.options.dtype):
-                behind = [self._behind(self.runner.embed(judge.ids)) for judge in self.judges]
-                kl, cross_entropy = self._loss(behind)
-        return BlockLoss(None, self.space.dense_widths, size, kl, cross_entropy)
+                kl = self._loss([self._run_layers(self.runner.embed(judge.ids)) for judge in self.judges])
+        return BlockLoss(None, self.space.dense_widths, size, kl)
 
     def _judge(self, ids: Tensor) -> _Judge:
         stream = self.runner.embed(ids)
-        logits = self._logits(self._behind(stream), ids)
+        logits = self._logits(self._run_layers(stream), ids)
         dense = logits.softmax(-1)
-        return _Judge(ids, stream, dense, *self._cross_entropies(logits, dense, ids))
+        return _Judge(ids, stream, dense, _cross_entropy(logits, dense))
 
     def _begin(self) -> None:
-        """Put all streams in front of the first layer."""
+        """Put all streams before the first layer."""
         length = self.solved_on.ids.shape[1]
         size = micro_batch_for(len(self.solved_on), length)
         parts = chunks_of(self.solved_on.inputs, self.solved_on.real, self.solved_kinds, HELD_BACK, size)
@@ -333,7 +315,7 @@ class _Trials:
         ]
         if self.options.reconstruct and not any(chunk.held_back for chunk in self.fit):
             raise DataError(
-                "Losses need two sequences of a kind to solve on beside those they are judged on; give more."
+                "Losses need two sequences of a kind to solve on, in addition to those for judging; give more."
             )
         for judge in self.judges:
             judge.stream = self.runner.embed(judge.ids)
@@ -347,26 +329,26 @@ class _Trials:
             judge.stream = self.runner.run(layer, part, judge.stream)
 
     def _start(self, plan: PrunePlan) -> Part:
-        """The part in front of which the changed model's stream leaves the dense one's."""
+        """Return the first part where the changed model's stream differs from the dense one's."""
         steps, lost = steps_of(self.family, plan)
         return lost[0] if lost else next(step.part for step in steps if not step.exact)
 
-    def _trial(self, plan: PrunePlan) -> tuple[float, float]:
-        """(KL, difference of the cross-entropies) of a plan, from the streams where its first change is."""
+    def _trial(self, plan: PrunePlan) -> float:
+        """Measure the KL of a plan, from the streams at its first change."""
         steps, lost = steps_of(self.family, plan)
         first = 0 if lost else next(i for i, step in enumerate(steps) if not step.exact)
         side = CopiedLayers(self.runner, plan)
         with side.layer(steps[first].part.layer) as layer:
             if self.options.reconstruct:
                 self._solve(side, steps[first], lost, layer)
-                side.changed.clear()  # what was solved stays in the copy of the layer
+                side.changed.clear()  # the copy of the layer keeps the solved weights
             streams = [side.run(layer, steps[first].part, judge.stream) for judge in self.judges]
-        return self._loss([self._through(steps[first + 1 :], stream) for stream in streams])
+        return self._loss([self._run_steps(steps[first + 1 :], stream) for stream in streams])
 
     def _solve(self, side: CopiedLayers, step: Step, lost: Sequence[Part], layer: nn.Module) -> None:
-        """Solve the writers of a step, in the copy of its layer, for the dense stream behind what they take over."""
+        """Solve the writers of a step, in the copy of its layer, for the dense stream after the parts they replace."""
         chunks = [replace(chunk) for chunk in self.fit]
-        walk = _Solving(
+        walk = _SolvingWalk(
             self.runner, side, chunks, ridges=self.options.ridges, multiplier=self.multiplier, relative=False
         )
         walk.begin()
@@ -379,55 +361,51 @@ class _Trials:
             chunk.dense, chunk.divisor = target
         walk.solve_writers(step, layer)
 
-    def _through(self, steps: Sequence[Step], stream: Tensor) -> Tensor:
-        """A stream [B, T, H] behind all these steps of the dense model."""
+    def _run_steps(self, steps: Sequence[Step], stream: Tensor) -> Tensor:
+        """Run a stream [B, T, H] through these steps of the dense model."""
         for index, group in groupby(steps, key=lambda step: step.part.layer):
             blocks = {block for step in group for block in step.writers}
             part = Part(index, tuple(block for block in BLOCKS if block in blocks))
             stream = self.runner.run(self.runner.layers[index], part, stream)
         return stream
 
-    def _behind(self, stream: Tensor) -> Tensor:
-        """A stream [B, T, H] of the embeddings behind all layers."""
+    def _run_layers(self, stream: Tensor) -> Tensor:
+        """Run a stream [B, T, H] of the embeddings through all layers."""
         for index in range(len(self.runner.layers)):
             stream = self.runner.run(self.runner.layers[index], Part(index, BLOCKS), stream)
         return stream
 
-    def _loss(self, streams: Sequence[Tensor]) -> tuple[float, float]:
-        """Mean KL and mean difference of the cross-entropy, of streams [B, T, H] behind the last layer."""
-        divergence = difference = 0.0
+    def _loss(self, streams: Sequence[Tensor]) -> float:
+        """Mean KL from the dense model of streams [B, T, H] after the last layer, nats a token."""
+        divergence = 0.0
         for judge, stream in zip(self.judges, streams, strict=True):
-            logits = self._logits(stream, judge.ids)
-            against_dense, losses = self._cross_entropies(logits, judge.dense, judge.ids)
-            divergence += float((against_dense - judge.against_itself).double().sum())
-            difference += float((losses - judge.losses).double().sum())
-        return max(0.0, divergence / self.positions), difference / self.positions
+            cross_entropy = _cross_entropy(self._logits(stream, judge.ids), judge.dense)
+            divergence += float((cross_entropy - judge.entropy).double().sum())
+        return max(0.0, divergence / self.positions)
 
     def _logits(self, stream: Tensor, ids: Tensor) -> Tensor:
-        """Of the next token at the judged positions, float32 [B, P, V], of a stream [B, T, H] behind the layers."""
+        """Compute the logits at the judged positions, float32 [B, P, V], of a stream [B, T, H] after the layers."""
         at = self.at.to(stream.device)
         chosen = stream.index_select(1, at)
 
-        def given(hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        def choose(hidden_states: Tensor, **kwargs: Any) -> Tensor:
             return chosen
 
-        with replaced_forwards(dict.fromkeys(self.runner.layers, given)):
+        with replaced_forwards(dict.fromkeys(self.runner.layers, choose)):
             logits = self.model(input_ids=ids.index_select(1, at), use_cache=False).logits
         return cast(Tensor, logits).float()
 
-    def _cross_entropies(self, logits: Tensor, probabilities: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logits [B, P, V] against probabilities and against the text, float32 [B, P] each.
 
-        With p the probabilities, -sum p log softmax(z) = logsumexp(z) - p z, which needs no other tensor of that shape.
-        """
-        whole = logits.logsumexp(-1)
-        expected = (probabilities.unsqueeze(-2) @ logits.unsqueeze(-1)).flatten(-3)
-        targets = ids.index_select(1, self.at.to(ids.device) + 1)
-        return whole - expected, whole - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+def _cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """Cross-entropy of logits [B, P, V] against probabilities, float32 [B, P].
+
+    With p the probabilities, -sum p log softmax(z) = logsumexp(z) - p z, which needs no other tensor of that shape.
+    """
+    return logits.logsumexp(-1) - (probabilities.unsqueeze(-2) @ logits.unsqueeze(-1)).flatten(-3)
 
 
-class _Solving(Walk):
-    """A walk that ends with one step, so that nobody reads the cut stream behind it."""
+class _SolvingWalk(Walk):
+    """A walk that ends with one step, so that the cut stream after it is not needed."""
 
     held_bytes = 0
 

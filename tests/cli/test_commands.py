@@ -15,7 +15,7 @@ from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE
-from pyprune.cli.bench import _perplexity
+from pyprune.cli.bench import model_perplexity
 from pyprune.cut.compact import compact_
 from pyprune.errors import DataError, OutputError
 from pyprune.families import count_parameters, family_for
@@ -292,7 +292,7 @@ def test_options_that_would_do_nothing_are_refused(checkpoint: Path, text: Path,
 
 def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[tuple[Exception, int, str]] = [
-        (ZeroDivisionError("x" * 9000), 1, "pyprune failed where it should not (ZeroDivisionError"),
+        (ZeroDivisionError("x" * 9000), 1, "Internal error: ZeroDivisionError"),
         (PermissionError(13, "Permission denied", "/some/file"), ERROR_CODE, "Permission denied: '/some/file'"),
         (MemoryError(), ERROR_CODE, "not enough memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), ERROR_CODE, "not enough memory"),
@@ -368,7 +368,7 @@ def test_bench_refuses_the_training_text_for_llama_cpp_too(
     save_checkpoint(tiny_model("llama"), tiny_tokenizer(), source, plan=None, provenance={})
     assert run(*tiny_elder(source, text, "--sequence-length", "128", "--out", folder)).exit_code == 0
     with pytest.raises(DataError, match="is not a test text"):
-        _perplexity(str(folder), str(tmp_path / "file.gguf"), str(text), "ppl-128", split=None, field=None)
+        model_perplexity(str(folder), str(tmp_path / "file.gguf"), str(text), "ppl-128", split=None, field=None)
 
 
 def test_a_part_of_a_text_is_named_in_the_record(pruned: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pyprune.cli.options import OTHERS, _described, _of
+from pyprune.cli.options import OTHERS, list_options, options_of
 from pyprune.config.describe import describe_options
 from pyprune.fit.options import FitOptions
 from pyprune.methods.registry import presets
@@ -16,7 +16,7 @@ from tests._support.cli import refused, run
 
 @pytest.mark.parametrize("name", [*presets(), *OTHERS])
 def test_every_option_has_a_meaning_and_says_what_it_may_be(name: str) -> None:
-    found = list(describe_options(_of(name)[0]))
+    found = list(describe_options(options_of(name)[0]))
     assert len(found) > 15
     assert len({each.name for each in found}) == len(found)
     assert not [each.name for each in found if not (each.meaning and each.allowed)]
@@ -58,7 +58,7 @@ def test_an_option_that_nothing_reads_is_found_with_the_reason() -> None:
 
 
 def test_a_text_that_is_not_named_is_as_much_as_it_would_be() -> None:
-    found = {each.name: each.value for each in _described(build_config(preset="elder"))}
+    found = {each.name: each.value for each in list_options(build_config(preset="elder"))}
     named = build_config(preset="elder", settings=["recovery_data.source=x.txt", "cut.data.source=x.txt"])
     for place, data in (("recovery_data", named.recovery_data), ("cut.data", named.cut.data)):
         assert data is not None

@@ -50,10 +50,10 @@ def test_every_option_is_explained(command: str) -> None:
     ("command", "phrases"),
     [
         ("prune", ["layers, hidden or parameters", "Default: 0.25", "between 0 and 1", "Replace --out", "--resume"]),
-        ("recover", ["that PRUNED was cut from", "Default: the preset's", "recover.adapters=none", "--resume"]),
+        ("recover", ["that PRUNED was cut from", "Default: the preset's", "Any option by its dotted name", "--resume"]),
         ("eval", ["ppl-2048", "ppl-128", "lm-eval tasks"]),
         ("robustness", ["Default: 10", "ppl-128 or ppl-2048", "default: taylor,smoothgrad,moreau", "is continued"]),
-        ("export", ["float32, bfloat16 or float16", "auto (as it is stored"]),
+        ("export", ["float32, bfloat16 or float16", "auto (as stored"]),
         ("bench", ["auto (vLLM if installed", "default: 64", "default: 128", "default: 2048"]),
     ],
 )

@@ -163,7 +163,7 @@ def test_interrupt_says_what_was_written_before_it(
 
     monkeypatch.setattr("pyprune.run.prune.prune_checkpoint", interrupted)
     first = run("prune", checkpoint, "--out", out)
-    assert f"{out} is written; what was to follow it is not done." in " ".join(first.stderr.split())
+    assert f"{out} is written; the steps after it were not done." in " ".join(first.stderr.split())
     (out / "model.safetensors").touch()  # as an annotation does, which writes into the folder
     again = run("prune", checkpoint, "--out", out, "--overwrite")
     assert "was not written" in again.stderr
@@ -287,7 +287,7 @@ def test_a_training_that_would_fail_again_is_not_to_be_resumed(
         once.setattr(_Run, "_step", failing)
         said = " ".join(refused(*given).split())
     assert ("No space left" if finite else "nan at step 3 of 5") in said
-    assert "What it had reached is kept (training checkpoints and its plan): --resume " in said
+    assert "Partial results were kept (training checkpoints and its plan): --resume " in said
     assert ("--resume continues it" in said) == finite
     again = "--resume would end in the same way, so start again with other options and --overwrite"
     assert (again in said) != finite

@@ -69,7 +69,7 @@ def test_another_budget_is_found_by_the_command_that_was_named_without_measuring
     out = tmp_path / "out"
     first = run(*command(place, out, "parameters=80%", cache=tmp_path / "cache" if named else None), "--no-recover")
     assert first.exit_code == 0, first.output
-    said = "the same command with another --budget and --out, and --cache "
+    said = "another --budget and --out, and --cache "
     kept = last_word(first.stdout, said)
     assert kept == tmp_path / ("cache" if named else "out.fit")
     monkeypatch.setattr(search, "score_units", fails)

@@ -52,11 +52,11 @@ def test_few_head_counts_are_spread() -> None:
 
 
 def test_what_an_engine_cannot_hold_is_left_out() -> None:
-    def why_not(plan: PrunePlan) -> str:
+    def obstacle(plan: PrunePlan) -> str:
         skipped = [layer.index for layer in plan.layers if not layer.query_heads]
         return "no attention in the first layer" if 0 in skipped or 0 in plan.removed_layers else ""
 
-    space = Space.of(IDENTITY).without(why_not)
+    space = Space.of(IDENTITY).drop_impossible(obstacle)
     assert (0, 0) not in space.layers[0].heads
     assert not space.layers[0].drop
     assert (0, 0) in space.layers[1].heads
@@ -64,19 +64,19 @@ def test_what_an_engine_cannot_hold_is_left_out() -> None:
 
 
 def test_a_layer_stays_that_the_next_one_s_choices_need() -> None:
-    def why_not(plan: PrunePlan) -> str:
+    def obstacle(plan: PrunePlan) -> str:
         return "" if plan.layers[0].query_heads else "no attention in the first layer"
 
-    space = Space.of(IDENTITY).without(why_not)
+    space = Space.of(IDENTITY).drop_impossible(obstacle)
     assert [layer.drop for layer in space.layers] == [False, True, True]
     assert [(0, 0) in layer.heads for layer in space.layers] == [False, True, True]
-    whole = Space.of(IDENTITY, ChoiceOptions(skips=("mlp", "layer"))).without(why_not)
+    whole = Space.of(IDENTITY, ChoiceOptions(skips=("mlp", "layer"))).drop_impossible(obstacle)
     assert all(layer.drop for layer in whole.layers), "where no attention is skipped, layer 0 may go"
 
 
 def test_hidden_sizes_that_cannot_be_held_are_left_out() -> None:
     options = ChoiceOptions(hidden=(24, 20, 16))
-    space = Space.of(IDENTITY, options).without(lambda plan: "odd" if len(plan.hidden) % 8 else "")
+    space = Space.of(IDENTITY, options).drop_impossible(lambda plan: "odd" if len(plan.hidden) % 8 else None)
     assert space.hidden == (32, 24, 16)
 
 
@@ -89,7 +89,7 @@ def test_hidden_sizes_that_run_slowly_are_refused_with_the_next_ones() -> None:
 
 @pytest.mark.parametrize("options", [ChoiceOptions(keep_first=2, keep_last=2), ChoiceOptions(hidden=(64,))])
 def test_choices_that_the_model_does_not_have(options: ChoiceOptions) -> None:
-    with pytest.raises(ConfigError, match=r"more than the model's|which is the most"):
+    with pytest.raises(ConfigError, match=r"more than the model's|which is the largest"):
         Space.of(IDENTITY, options)
 
 

@@ -13,9 +13,10 @@ from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.cut.compact import compact_
 from pyprune.errors import BudgetError, ConfigError
 from pyprune.families import family_for, parameter_shapes, parameters_after
+from pyprune.fit.choices import ChoiceOptions
 from pyprune.fit.cost import Costs, ExactCosts
 from pyprune.fit.formats import WEIGHT_FORMATS
-from pyprune.fit.quantities import Quantity, predicted
+from pyprune.fit.quantities import Quantity
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
 from pyprune.serving.gguf.blocks import BLOCKS
@@ -38,7 +39,7 @@ def test_parameters_are_those_of_the_table(name: str) -> None:
     costs = ExactCosts.of(model.config)
     for plan in axis_plans(_identity(model)).values():
         expected = parameters_after(family_for(model), parameter_shapes(model), plan)
-        assert predicted(costs, PARAMETERS, plan) == expected
+        assert costs.predict(PARAMETERS, plan) == expected
 
 
 def _stored_bytes(folder: Path) -> int:
@@ -54,7 +55,7 @@ def test_memory_is_the_bytes_of_the_written_tensors(name: str, dtype: str, tmp_p
         costs = ExactCosts.of(model.config, dtype)
         compact_(model, plan)
         folder = save_checkpoint(model, None, tmp_path / label, plan=plan, provenance={}, dtype=dtype)
-        assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(folder)
+        assert costs.predict(Quantity("memory", 0), plan) == _stored_bytes(folder)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_memory_is_the_bytes_of_a_gguf_file(label: str, quantise: str, width: in
     folder = save_checkpoint(model, byte_level_tokenizer(), tmp_path / "c", plan=plans[label], provenance={})
     file = export_gguf(folder, tmp_path / "model.gguf", quantise=quantise).path
     data = file.stat().st_size - gguf.GGUFReader(file).data_offset
-    assert predicted(costs, Quantity("memory", 0), plans[label]) == data
+    assert costs.predict(Quantity("memory", 0), plans[label]) == data
 
 
 def test_blocks_are_those_of_the_package() -> None:
@@ -88,10 +89,10 @@ def test_the_cache_counts_kv_heads_where_attention_is() -> None:
     plan = _identity(tiny_model("llama-head-dim"))
     skipped = plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, query_heads=[0, 1, 2], kv_heads=[0])
     costs = ExactCosts.of(config, "float32")
-    weights = predicted(costs, Quantity("memory", 0), skipped)
+    weights = costs.predict(Quantity("memory", 0), skipped)
     # Two whole layers of 2 KV heads and one of 1, keys and values of 16 channels, 4 bytes each.
-    assert predicted(costs, Quantity("memory", 100, 3), skipped) - weights == 5 * 2 * 16 * 4 * 300
-    assert predicted(ExactCosts.of(config, "float32", kv_item=2), Quantity("memory", 100, 3), skipped) - weights == (
+    assert costs.predict(Quantity("memory", 100, 3), skipped) - weights == 5 * 2 * 16 * 4 * 300
+    assert ExactCosts.of(config, "float32", kv_item=2).predict(Quantity("memory", 100, 3), skipped) - weights == (
         5 * 2 * 16 * 2 * 300
     )
 
@@ -102,8 +103,8 @@ def test_ranks_that_hold_the_same_kv_head_each_have_a_cache_of_it() -> None:
     skipped = plan.with_layer(0, query_heads=[], kv_heads=[]).with_layer(1, query_heads=[0, 1, 2], kv_heads=[0])
     for ranks, heads in ((1, 5), (2, 6), (4, 12)):
         costs = ExactCosts.of(config, "float32", ranks=ranks)
-        weights = predicted(costs, Quantity("memory", 0), skipped)
-        assert predicted(costs, Quantity("memory", 100), skipped) - weights == heads * 2 * 16 * 4 * 100
+        weights = costs.predict(Quantity("memory", 0), skipped)
+        assert costs.predict(Quantity("memory", 100), skipped) - weights == heads * 2 * 16 * 4 * 100
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -114,20 +115,21 @@ def test_memory_is_the_bytes_of_quantised_tensors(name: str, scheme: str, tmp_pa
     costs = ExactCosts.of(model.config, scheme)
     compact_(model, plan)
     export(model, tmp_path / "out", plan=plan, quantise=scheme)
-    assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
+    assert costs.predict(Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("multiple", "group"), [(0, 128), (64, 64), (32, 32)])
 def test_scales_of_four_bit_weights_are_counted_for_the_widths_that_may_come(
     multiple: int, group: int, tmp_path: Path
 ) -> None:
-    model = tiny_model("llama", hidden_size=256, intermediate_size=384, num_attention_heads=8).to(torch.bfloat16)
+    model = tiny_model("llama", hidden_size=256, intermediate_size=384, num_attention_heads=4).to(torch.bfloat16)
     plan = _identity(model).with_layer(1, ffn=range(multiple or 128))
-    costs = ExactCosts.of(model.config, "w4a16", multiple=multiple)
+    choices = ChoiceOptions(ffn_multiple=multiple) if multiple else None
+    costs = ExactCosts.of(model.config, "w4a16", choices=choices)
     assert costs.weights.group == group
     compact_(model, plan)
     export(model, tmp_path / "out", plan=plan, quantise="w4a16")
-    assert predicted(costs, Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
+    assert costs.predict(Quantity("memory", 0), plan) == _stored_bytes(tmp_path / "out")
 
 
 def test_unknown_formats_and_times_are_refused() -> None:
@@ -136,9 +138,9 @@ def test_unknown_formats_and_times_are_refused() -> None:
         ExactCosts.of(config, "q8")
     prefill = Quantity("prefill", 2048)
     with pytest.raises(BudgetError, match="prefill@2048 is a time"):
-        ExactCosts.of(config).fixed(prefill, 48)
+        ExactCosts.of(config).base(prefill, 48)
     with pytest.raises(BudgetError, match="pyprune profile MODEL"):
-        Costs(ExactCosts.of(config)).fixed(prefill, 48)
+        Costs(ExactCosts.of(config)).base(prefill, 48)
 
 
 def test_rotary_factors_in_a_gguf_file_count(tmp_path: Path) -> None:
@@ -149,5 +151,5 @@ def test_rotary_factors_in_a_gguf_file_count(tmp_path: Path) -> None:
     file = export_gguf(folder, tmp_path / "model.gguf", quantise="q8_0").path
     data = file.stat().st_size - gguf.GGUFReader(file).data_offset
     costs = ExactCosts.of(model.config, "q8_0")
-    assert costs.beside > 0
-    assert predicted(costs, Quantity("memory", 0), _identity(model)) == data
+    assert costs.extra > 0
+    assert costs.predict(Quantity("memory", 0), _identity(model)) == data

@@ -69,7 +69,7 @@ def test_limits_on_times_are_measured_in_the_engine(llama: Path, tmp_path: Path,
     record = read_pruning_json(out, verify_files=True).provenance["fit"]
     for limit in Budget.parse(budget).limits:
         name = str(limit.quantity)
-        assert record[str(limit)] == limit.written(amounts[name], found["dense"][name])
+        assert record[str(limit)] == limit.write(amounts[name], found["dense"][name])
     if engine == "llamacpp":
         assert "Wrote" in _export(out, tmp_path / "fitted.gguf")
 

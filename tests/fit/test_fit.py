@@ -25,7 +25,7 @@ from pyprune import prune
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.cli.fit import _target
+from pyprune.cli.fit import choose_engine_and_format
 from pyprune.config.data import DataConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.reconstruct import reconstruct_
@@ -36,16 +36,16 @@ from pyprune.fit import search
 from pyprune.fit import time_winner as timed
 from pyprune.fit.attempts import Attempt
 from pyprune.fit.cost import ExactCosts
-from pyprune.fit.fit import exported_as, fit, report_of, shown_times, warn_of_other_exports
+from pyprune.fit.fit import export_path, fit, report_of, shown_times, warn_of_other_exports
 from pyprune.fit.limits import Budget
 from pyprune.fit.measured import MeasuredCosts, features
 from pyprune.fit.options import FitOptions
-from pyprune.fit.profile import DENSE, Probe, Product, Profile, Timing, installed, this_machine
+from pyprune.fit.profile import DENSE, Probe, Product, Profile, Timing, installed_versions, this_machine
 from pyprune.fit.profiling.probes import probe_plans
 from pyprune.fit.profiling.timing import ProfileOptions
 from pyprune.fit.quantities import Quantity, Widths
-from pyprune.fit.report import heading, limits_table, pareto, sweep_table
-from pyprune.fit.search import CANDIDATE, Fitting, _State
+from pyprune.fit.report import column_name, limits_table, pareto, sweep_table
+from pyprune.fit.search import CANDIDATE, Fitting, SearchState
 from pyprune.fit.sizes import MULTIPLES, SizeRules
 from pyprune.fit.solve import Solution
 from pyprune.methods import training
@@ -173,7 +173,7 @@ def test_the_winner_is_exported_in_the_format_of_the_budget(place: Path, tmp_pat
     if found["speed"]:
         check_speed(found["speed"], out, folder / "dense")
     exported = Path(found["exported"])
-    assert exported == exported_as(out, weights)
+    assert exported == export_path(out, weights)
     assert exported.is_file() == (weights == "q8_0")
     measured, predicted = found["winner"]["measured"]["memory@64"], found["winner"]["predicted"]["memory@64"]
     assert measured == pytest.approx(predicted, rel=1e-3), "what was counted was written"
@@ -264,22 +264,22 @@ def test_a_dense_model_that_an_engine_cannot_read_by_itself_runs_with_random_wei
 
 
 def test_a_named_engine_says_the_format_and_a_format_of_files_the_engine(place: Path, tmp_path: Path) -> None:
-    assert _target("llamacpp", None, named=False) == ("llamacpp", "q8_0")
-    assert _target("auto", "q4_0", named=False) == ("llamacpp", "q4_0")
-    assert _target("auto", None, named=False) == ("auto", None)
-    assert _target("vllm", None, named=True) == ("vllm", None)
+    assert choose_engine_and_format("llamacpp", None, named=False) == ("llamacpp", "q8_0")
+    assert choose_engine_and_format("auto", "q4_0", named=False) == ("llamacpp", "q4_0")
+    assert choose_engine_and_format("auto", None, named=False) == ("auto", None)
+    assert choose_engine_and_format("vllm", None, named=True) == ("vllm", None)
     message = refused(*arguments(place, tmp_path / "out", "memory=80%"), "--engine", "vllm", "--weights", "q8_0")
     assert "--engine vllm does not run" in message
     if find_spec("vllm") is not None:
         timed = refused(*arguments(place, tmp_path / "out", "speedup@64=1.1"), "--engine", "vllm", "--weights", "fp8")
-        assert "fp8 weights take in vllm is not measured" in timed
+        assert "Times of fp8 weights in vllm are not measured" in timed
 
 
 def test_times_of_another_format_than_the_profile_ran_are_refused(place: Path, tmp_path: Path) -> None:
     profile = profile_of_dense()
     shared: dict[str, Any] = {"options": options(place), "profile": profile, "weights": "w8a8-int8"}
     for weights, advice in (
-        ("w8a8-int8", "What w8a8-int8 takes is not measured. Give --allow-mismatch"),
+        ("w8a8-int8", "Times of w8a8-int8 are not measured. Give --allow-mismatch"),
         ("q8_0", "Measure one of q8_0 with `pyprune profile MODEL --engine llamacpp --dtype q8_0`, or give"),
         ("bfloat16", "`pyprune profile MODEL --engine transformers --dtype bfloat16`, or give"),
     ):
@@ -306,7 +306,7 @@ def test_text_that_is_too_little_for_the_training_of_the_winner_is_refused_befor
     given[given.index(place / "text.txt")] = short
     given[given.index("--samples") + 1] = "36"
     said = refused(*given, "--cache", tmp_path / "cache")
-    assert "The winner is reconstructed on 36 sequences and trained on as many others" in said
+    assert "The winner is reconstructed on 36 sequences and trained on 36 others" in said
     assert not (tmp_path / "cache").exists(), "nothing was scored"
     result = run(*given, "--cache", tmp_path / "cache", "--no-recover")
     assert result.exit_code == 0, result.output
@@ -381,7 +381,7 @@ def test_an_engine_is_known_and_is_the_profiles(place: Path, tmp_path: Path) -> 
     assert "Did you mean 'llamacpp'" in refused(*given, "--engine", "llama.cpp")
     saved = profile_of_dense().save(tmp_path / "p.json")
     said = " ".join(refused(*given, "--engine", "vllm", "--profile", saved).split())
-    assert "vllm is to run the model, by --engine or the format of --weights, and the profile" in said
+    assert "--engine or the format of --weights asks for vllm, and the profile" in said
     assert "is of transformers" in said
 
 
@@ -391,7 +391,7 @@ def test_an_engine_is_known_and_is_the_profiles(place: Path, tmp_path: Path) -> 
         (["choices.ffn_multiple=16"], "choices.ffn_multiple would do nothing"),
         (["values.reconstruct=false", "values.ridges=[0.5]"], "ridges would do nothing"),
         (["keep_multiples=true", "tensor_parallel=2"], "tensor_parallel is 2 and keep_multiples is on"),
-        (["tensor_parallel=3"], "tensor_parallel is 3, and layers may stay as they are"),
+        (["tensor_parallel=3"], "tensor_parallel is 3, and layers may remain unchanged"),
     ],
 )
 def test_options_of_widths_that_would_do_nothing_are_refused(
@@ -424,7 +424,7 @@ def test_exports_of_an_earlier_model_are_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "out-w8a8-int8").mkdir()
     warn_of_other_exports(out, "q8_0")
     said = capsys.readouterr().err
-    assert said.count("there before this call") == 1
+    assert said.count("older than this call") == 1
     assert "out-w8a8-int8" in said
     assert "q8_0.gguf" not in said
     warn_of_other_exports(out, "float32")
@@ -616,11 +616,11 @@ def taking(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
             taken.append(plans[CANDIDATE])
             took = {DENSE: 1.0, CANDIDATE: shares[min(len(taken), len(shares)) - 1]}
-            predicted = fitting.costs.predicted
-            return {name: {q: took[name] * predicted(q, plan) for q in quantities} for name, plan in plans.items()}
+            predict = fitting.costs.predict
+            return {name: {q: took[name] * predict(q, plan) for q in quantities} for name, plan in plans.items()}
 
         def judge(plan: PrunePlan) -> tuple[dict[str, float], int]:
-            parameters = int(fitting.costs.predicted(Quantity("parameters"), plan))
+            parameters = int(fitting.costs.predict(Quantity("parameters"), plan))
             return {"text": 1e6 / parameters}, parameters
 
         monkeypatch.setattr(search, "time_plans", time_plans)
@@ -633,7 +633,7 @@ def taking(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 def test_a_winner_that_is_slower_than_predicted_sends_the_search_back(taking: Any) -> None:
     fitting, taken = taking(1.15, rounds=6, spare=1)
     (quantity,) = fitting.profile.quantities
-    bound = 0.9 * fitting.costs.predicted(quantity, fitting.identity)
+    bound = 0.9 * fitting.costs.predict(quantity, fitting.identity)
     found = fitting.fit(Budget.parse(f"{quantity}<={bound:.9f}s"))
     assert found.searches == len(taken)
     assert found.searches > 1, "the first candidate used up the budget, and was 15 % slower"
@@ -661,7 +661,7 @@ def test_predictions_are_told_beside_the_predicted_dense_model(taking: Any) -> N
     """The machine was half as fast as in the profile, for the dense model and the candidate alike."""
     fitting, _ = taking(2.0)
     quantity = fitting.profile.quantities[0]
-    dense = fitting.costs.predicted(quantity, fitting.identity)
+    dense = fitting.costs.predict(quantity, fitting.identity)
     taken = {quantity: 2 * dense}
     found = fitting.fit(Budget.parse(f"{quantity}<=90%"), timed=False)
     share = found.winner.solution.predicted[quantity] / dense
@@ -718,14 +718,14 @@ def test_options_that_cannot_be_met_are_refused_before_times_are_measured(
 
 def test_a_budget_that_the_dense_model_keeps_is_refused(place: Path, tmp_path: Path) -> None:
     said = " ".join(refused(*arguments(place, tmp_path / "out", "memory@64=1GB,parameters=100%")).split())
-    assert "The dense model keeps memory@64<=1GB, parameters<=100% as it is" in said
+    assert "The dense model already keeps memory@64<=1GB, parameters<=100%" in said
     assert said.endswith("Give a tighter budget.")
     rounded = refused(*arguments(place, tmp_path / "out", "memory@64=1GB"), "--weights", "w8a8-int8")
     assert "or write it in w8a8-int8 with `pyprune export`" in " ".join(rounded.split())
     assert not (tmp_path / "out").exists()
     swept = run(*arguments(place, tmp_path / "out", "parameters=100%", "parameters=70%"), "--sweep")
     assert swept.exit_code == 0, swept.output
-    assert "The dense model keeps parameters<=100% as it is" in " ".join(swept.stderr.split())
+    assert "The dense model already keeps parameters<=100%" in " ".join(swept.stderr.split())
 
 
 def test_a_share_of_the_memory_is_of_the_dense_model_as_it_is_exported(tmp_path: Path, place: Path) -> None:
@@ -735,13 +735,13 @@ def test_a_share_of_the_memory_is_of_the_dense_model_as_it_is_exported(tmp_path:
     fitting = Fitting.of(tmp_path / "dense", cache=tmp_path, options=options(place), weights="w4a16")
     memory = Quantity("memory", 64)
     (own,) = fitting.dense_amounts([memory]).values()
-    counted = fitting.costs.predicted(memory, fitting.identity)
+    counted = fitting.costs.predict(memory, fitting.identity)
     assert own < counted, "more scales"
-    assert own == ExactCosts.of(fitting.model.config, "w4a16").fixed(memory, 256) + 4 * ExactCosts.of(
+    assert own == ExactCosts.of(fitting.model.config, "w4a16").base(memory, 256) + 4 * ExactCosts.of(
         fitting.model.config, "w4a16"
     ).layer(memory, 256, Widths(*fitting.identity.layers[0].widths))
-    assert fitting._asked(Budget.parse("memory@64=60%")).bounds({memory: counted}) == {memory: 0.6 * own}
-    assert fitting._asked(Budget.parse("parameters=60%")) == Budget.parse("parameters=60%")
+    assert fitting.search_budget(Budget.parse("memory@64=60%")).bounds({memory: counted}) == {memory: 0.6 * own}
+    assert fitting.search_budget(Budget.parse("parameters=60%")) == Budget.parse("parameters=60%")
 
 
 def test_an_export_that_fails_leaves_the_checkpoint_and_says_how_to_go_on(
@@ -758,7 +758,7 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_says_how_to_go_on(
         )  # fmt: skip
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path / 'out'} is complete; its export is not." in said
+    assert f"{tmp_path / 'out'} is complete, but its export failed." in said
     assert "--dtype bfloat16 --quantise w8a8-int8" in said
 
 
@@ -783,7 +783,7 @@ def test_between_one_that_breaks_the_budget_and_one_that_leaves_much_of_it_is_se
     found = fitting.fit(Budget.parse("prefill@64<=90%"))
     assert found.searches == len(taken) == 3
     assert found.winner.plan == taken[2]
-    first, second, third = (fitting.costs.predicted(Quantity("parameters"), plan) for plan in taken)
+    first, second, third = (fitting.costs.predict(Quantity("parameters"), plan) for plan in taken)
     assert second < third < first, "the first one broke the budget, the second one left a fifth of it"
 
 
@@ -887,7 +887,7 @@ def test_a_machine_that_is_always_too_slow_is_said(
 ) -> None:
     fitting = Fitting.of(place / "dense", cache=tmp_path, options=options(place, rounds=2))
     fitting.profile = profile_of_dense()
-    bound = 0.9 * fitting.costs.predicted(Quantity("prefill", 64), fitting.identity)
+    bound = 0.9 * fitting.costs.predict(Quantity("prefill", 64), fitting.identity)
 
     def time_plans(_profile: Any, _config: Any, plans: Any, quantities: Any, *_: Any) -> Any:
         return {name: dict.fromkeys(quantities, 100 * bound) for name in plans}
@@ -907,8 +907,8 @@ def test_candidates_are_judged_with_what_their_head_pairs_cost(
     unequal = whole.with_layer(0, query_heads=range(3), kv_heads=[0])
     before, after = (fitting.costs.layer(quantity, 48, Widths(*plan.layers[0].widths)) for plan in (whole, unequal))
     assert after < before, "its layers alone would keep the limit"
-    budget, dense = Budget.parse(f"{quantity}=100%"), {quantity: fitting.costs.predicted(quantity, whole)}
-    state = _State(budget, dense, budget, dense)
+    budget, dense = Budget.parse(f"{quantity}=100%"), {quantity: fitting.costs.predict(quantity, whole)}
+    state = SearchState(budget, dense, budget, dense)
     for plan, perplexity in ((unequal, 2.0), (whole, 3.0)):
         solution = Solution(48, tuple(Widths(*layer.widths) for layer in plan.layers), 0.0, {}, "best")
         state.keep(Attempt(solution, plan, 0, {"text": perplexity}))
@@ -980,7 +980,7 @@ def test_a_sweep_with_a_profile_tells_the_times_of_points_that_no_time_limits(pl
     points = json.loads((out / "metrics.json").read_text())["points"]
     seconds = [point["winner"]["predicted"]["prefill@64"] for point in points]
     assert seconds[1] < seconds[0] < points[0]["dense"]["prefill@64"]
-    assert heading(prefill) in (out / "report.md").read_text()
+    assert column_name(prefill) in (out / "report.md").read_text()
     assert f"Perplexity against {prefill}" in (out / "report.html").read_text()
 
 
@@ -1016,11 +1016,11 @@ def test_a_stored_profile_that_holds_here_tells_times_where_none_is_limited(
     times, said = predicted("other")
     assert not any(name.startswith("prefill") for name in times)
     assert "made under other conditions" in said
-    assert "No times are told." in said
-    times, said = predicted("here", machine=this_machine(), versions=installed(profile.engine))
+    assert "No times are reported." in said
+    times, said = predicted("here", machine=this_machine(), versions=installed_versions(profile.engine))
     assert "prefill@64" in times
     assert f"Using the profile {profile.name}, of {this_machine()['device']}." in said
-    assert f"--cache {tmp_path / 'cache'} --profile {profile.name}, where its candidates are known" in said
+    assert f"--cache {tmp_path / 'cache'} --profile {profile.name}, which has its candidates" in said
     # The run that resumes the training of a single model must not depend on what was stored meanwhile.
     single = run(*arguments(place, tmp_path / "single", "parameters=60%"), *given[1:], "--no-recover")
     assert single.exit_code == 0, single.output
@@ -1135,8 +1135,8 @@ def test_workloads_that_only_another_model_of_the_same_sizes_can_read_are_not_me
 
     known = SimpleNamespace(quantities=[Quantity("prefill", 4096), Quantity("prefill", 32)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(timed, "_stored", lambda *_, **__: known)
-    monkeypatch.setattr(timed, "_knows", lambda *_: False)
+    monkeypatch.setattr(timed, "_load_stored", lambda *_, **__: known)
+    monkeypatch.setattr(timed, "_predicts", lambda *_: False)
     monkeypatch.setattr(timed, "take_profile", take_profile)
     with pytest.raises(BudgetError, match="Nothing is measured here"):
         timed.profile_of(place / "dense", engine="transformers", dtype="float32", quantities=[Quantity("prefill", 16)])
@@ -1172,5 +1172,5 @@ def test_written_weights_that_are_larger_than_counted_are_said(
     )  # fmt: skip
     assert found.winner.amounts[Quantity("memory", 64)] > 10**9
     said = " ".join(capsys.readouterr().err.split())
-    assert "What was written breaks memory@64<=80%" in said
+    assert "The written model breaks memory@64<=80%" in said
     assert "more than was counted" in said

@@ -6,15 +6,15 @@ import pytest
 
 from pyprune.errors import BudgetError
 from pyprune.fit.limits import Budget, Limit, parse_limit
-from pyprune.fit.quantities import Quantity, Widths
+from pyprune.fit.quantities import CostModel, Quantity, Widths
 from pyprune.plan import PrunePlan, Sizes
 
 DENSE = 3.0
 IDENTITY = PrunePlan.identity("llama", Sizes(2, 8, 2, 2, 4, 16, 32))
 
 
-class _Costs:
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+class _Costs(CostModel):
+    def base(self, quantity: Quantity, hidden_size: int) -> float:
         return 1.0
 
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
@@ -152,7 +152,7 @@ def test_bounds_and_what_breaks_them() -> None:
     ],
 )
 def test_amounts_are_written_in_the_units_of_the_limit(limit: Limit, amount: float, written: str) -> None:
-    assert limit.written(amount, DENSE) == written
+    assert limit.write(amount, DENSE) == written
     # What is said to be reachable is never better than the amount itself.
-    assert parse_limit(limit.reachable(amount, DENSE)).bound(DENSE) >= amount
-    assert parse_limit(limit.reachable(amount, DENSE)).bound(DENSE) <= amount * 1.002
+    assert parse_limit(limit.nearest(amount, DENSE)).bound(DENSE) >= amount
+    assert parse_limit(limit.nearest(amount, DENSE)).bound(DENSE) <= amount * 1.002

@@ -11,7 +11,7 @@ from pyprune.errors import BudgetError
 from pyprune.fit.cost import Costs
 from pyprune.fit.measured import PAIRS, MeasuredCosts, ratios_to_dense, relative_seconds
 from pyprune.fit.profile import DENSE, Probe, Profile, Timing
-from pyprune.fit.quantities import Quantity, Widths, predicted
+from pyprune.fit.quantities import Quantity, Widths
 from pyprune.plan import PrunePlan
 from tests.fit._profiles import GENERATION, PLANTED, PREFILL, fake_profile, identity, planted
 
@@ -30,8 +30,8 @@ def _seconds(plan: PrunePlan, quantity: Quantity) -> float:
 @pytest.mark.parametrize("quantity", [PREFILL, GENERATION], ids=str)
 def test_planted_coefficients_predict_plans_that_were_not_measured(quantity: Quantity) -> None:
     costs = MeasuredCosts(fake_profile())
-    assert costs.predicted(quantity, _plan()) == pytest.approx(_seconds(_plan(), quantity), rel=1e-6)
-    assert costs.predicted(quantity, identity()) == pytest.approx(_seconds(identity(), quantity), rel=1e-6)
+    assert costs.predict(quantity, _plan()) == pytest.approx(_seconds(_plan(), quantity), rel=1e-6)
+    assert costs.predict(quantity, identity()) == pytest.approx(_seconds(identity(), quantity), rel=1e-6)
     assert costs.fits[quantity].residual < 1e-6
 
 
@@ -39,7 +39,7 @@ def test_the_layers_add_up_to_all_but_the_head_pairs() -> None:
     costs = MeasuredCosts(fake_profile())
     plan = _plan()
     layers = sum(costs.layer(PREFILL, 320, Widths(*layer.widths)) for layer in plan.layers)
-    rest = costs.predicted(PREFILL, plan) - costs.fixed(PREFILL, 320) - layers
+    rest = costs.predict(PREFILL, plan) - costs.base(PREFILL, 320) - layers
     assert rest == pytest.approx(PLANTED[PAIRS], rel=1e-4), "layer 1 has heads of its own"
     assert costs.head_pair(PREFILL) == pytest.approx(PLANTED[PAIRS], rel=1e-4)
 
@@ -95,23 +95,23 @@ def test_lengths_between_measured_ones_are_interpolated() -> None:
     lengths = [Quantity("prefill", 512), Quantity("prefill", 2048)]
     costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.tokens, lengths))
     wanted = planted(Probe.of("", _plan()), PREFILL) * 896
-    assert costs.predicted(Quantity("prefill", 896), _plan()) == pytest.approx(wanted, rel=1e-6)
+    assert costs.predict(Quantity("prefill", 896), _plan()) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_batches_between_measured_ones_are_interpolated() -> None:
     batches = [Quantity("generation", 128, batch) for batch in (1, 64)]
     costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.batch, batches))
     wanted = planted(Probe.of("", _plan()), GENERATION) * 8
-    assert costs.predicted(Quantity("generation", 128, 8), _plan()) == pytest.approx(wanted, rel=1e-6)
+    assert costs.predict(Quantity("generation", 128, 8), _plan()) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_prompts_between_measured_ones_are_interpolated() -> None:
     prompts = [Quantity("generation", 64, 4, prompt) for prompt in (512, 1536)]
     costs = MeasuredCosts(fake_profile(lambda p, q: planted(p, q) * q.prompt, prompts))
     wanted = planted(Probe.of("", _plan()), GENERATION) * 1024
-    assert costs.predicted(Quantity("generation", 64, 4, 1024), _plan()) == pytest.approx(wanted, rel=1e-6)
-    with pytest.raises(BudgetError, match=r"generation@4x64 lies outside .*--generation 4x64"):
-        costs.predicted(Quantity("generation", 64, 4), _plan())
+    assert costs.predict(Quantity("generation", 64, 4, 1024), _plan()) == pytest.approx(wanted, rel=1e-6)
+    with pytest.raises(BudgetError, match=r"generation@4x64 is outside .*--generation 4x64"):
+        costs.predict(Quantity("generation", 64, 4), _plan())
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_prompts_between_measured_ones_are_interpolated() -> None:
 )
 def test_workloads_outside_are_refused_with_what_there_is(quantity: Quantity) -> None:
     costs = MeasuredCosts(fake_profile())
-    with pytest.raises(BudgetError, match=r"lies outside .*(prefill@512|generation@64x128).*pyprune profile") as caught:
-        costs.fixed(quantity, 512)
+    with pytest.raises(BudgetError, match=r"is outside .*(prefill@512|generation@64x128).*pyprune profile") as caught:
+        costs.base(quantity, 512)
     profile = costs.profile
     command = f"pyprune profile MODEL --engine {profile.engine} --dtype {profile.dtype} --device cpu --prefill "
     assert command in str(caught.value), "another engine or dtype would not help"
@@ -135,13 +135,13 @@ def test_beside_an_accelerator_a_profile_of_the_cpu_is_measured_again_to_a_file(
 ) -> None:
     monkeypatch.setattr(import_module("pyprune.fit.profile"), "accelerators", lambda: ["A Card"])
     profile = fake_profile()
-    assert "--device cpu --out FILE --prefill" in profile.again()
-    assert "--device cpu --prefill" in replace(profile, engine="llamacpp").again()
+    assert "--device cpu --out FILE --prefill" in profile.remeasure_command()
+    assert "--device cpu --prefill" in replace(profile, engine="llamacpp").remeasure_command()
 
 
 def test_what_is_counted_is_refused() -> None:
     with pytest.raises(BudgetError, match="memory@2048 is counted"):
-        MeasuredCosts(fake_profile()).fixed(Quantity("memory", 2048), 512)
+        MeasuredCosts(fake_profile()).base(Quantity("memory", 2048), 512)
 
 
 def _without(profile: Profile, names: set[str]) -> Profile:
@@ -160,6 +160,6 @@ def test_too_few_probes_are_refused() -> None:
 def test_times_come_from_what_was_measured() -> None:
     measured = MeasuredCosts(fake_profile())
     costs = Costs(measured, measured)
-    assert costs.predicted(GENERATION, identity()) == pytest.approx(_seconds(identity(), GENERATION))
-    assert predicted(costs, PREFILL, _plan()) == pytest.approx(_seconds(_plan(), PREFILL))
+    assert costs.predict(GENERATION, identity()) == pytest.approx(_seconds(identity(), GENERATION))
+    assert costs.predict(PREFILL, _plan()) == pytest.approx(_seconds(_plan(), PREFILL))
     assert measured.layer(PREFILL, 512, Widths(0, 0, 0)) < measured.layer(PREFILL, 512, Widths(8, 4, 1536)) / 10

@@ -16,7 +16,7 @@ from pyprune.fit.profile import (
     Profile,
     check_stored,
     find_profile,
-    installed,
+    installed_versions,
     profile_folder,
     stored_as,
     this_machine,
@@ -132,7 +132,7 @@ def test_other_uses_are_refused_and_warned_of(
 
 @pytest.mark.process
 def test_this_machine_and_its_packages_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = replace(fake_profile(), machine=this_machine(), versions=installed("transformers"))
+    here = replace(fake_profile(), machine=this_machine(), versions=installed_versions("transformers"))
     here.check()
     monkeypatch.setenv("OMP_NUM_THREADS", "77")
     with pytest.raises(BudgetError, match=r"machine.threads was .* now .77."):

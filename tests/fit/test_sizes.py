@@ -87,22 +87,22 @@ def test_the_smallest_multiple_that_is_fast_enough_is_learnt() -> None:
     assert fast_multiple(_products({1: 1.0, 64: 1.0})) == 1
     assert fast_multiple(()) is None
     profile = fake_profile()
-    learnt = SizeRules.learnt(replace(profile, products=_products({1: 2.0, 8: 1.2, 16: 1.0, 64: 1.0})))
+    learnt = SizeRules.learn(replace(profile, products=_products({1: 2.0, 8: 1.2, 16: 1.0, 64: 1.0})))
     assert learnt.ffn_multiple == 16
-    assert SizeRules.learnt(replace(profile, products=())).ffn_multiple == 64
+    assert SizeRules.learn(replace(profile, products=())).ffn_multiple == 64
 
 
 def test_blocks_of_the_format_stay_whatever_torch_is_fast_at() -> None:
     profile = replace(fake_profile(), engine="llamacpp", dtype="q8_0", products=_products({1: 1.0, 64: 1.0}))
-    assert SizeRules.learnt(profile).ffn_multiple == 32
+    assert SizeRules.learn(profile).ffn_multiple == 32
 
 
 def test_rules_of_a_search_hold_in_its_format_and_where_they_are_whole() -> None:
     fit = {"weights": "bfloat16", FITTED_RULES: {**asdict(SizeRules(ffn_multiple=8)), "of a later release": 1}}
-    rules = SizeRules.of_record(fit, "bfloat16")
+    rules = SizeRules.read(fit, "bfloat16")
     assert rules is not None
     assert rules.ffn_multiple == 8
-    assert SizeRules.of_record(fit, "q8_0") == SizeRules.of("q8_0")
-    assert SizeRules.of_record(fit, "of no target") is None
+    assert SizeRules.read(fit, "q8_0") == SizeRules.of("q8_0")
+    assert SizeRules.read(fit, "of no target") is None
     for damaged in (None, [8], {"ffn_multiple": "8"}, {"ffn_multiple": 0}):
-        assert SizeRules.of_record({**fit, FITTED_RULES: damaged}, "bfloat16") == SizeRules.of("bfloat16")
+        assert SizeRules.read({**fit, FITTED_RULES: damaged}, "bfloat16") == SizeRules.of("bfloat16")

@@ -12,7 +12,7 @@ from pyprune.errors import BudgetError, ConfigError
 from pyprune.fit.choices import DROPPED, Choice, ChoiceOptions, LayerScores, Search, Space, UnitScores
 from pyprune.fit.limits import Budget
 from pyprune.fit.measured import MeasuredCosts
-from pyprune.fit.quantities import Quantity, Widths, predicted
+from pyprune.fit.quantities import CostModel, Quantity, Widths
 from pyprune.fit.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.plan import PrunePlan, Sizes
 from tests.fit._profiles import PLANTED, PREFILL, SIZES, fake_profile, identity, planted
@@ -22,7 +22,7 @@ IDENTITY = PrunePlan.identity("llama", DENSE)
 SPACE = Space.of(IDENTITY, ChoiceOptions(ffn_multiple=8, ffn_shares=(0.5, 0.2)))
 
 
-class Costs:
+class Costs(CostModel):
     """Parameters that are counted, and a prefill in which blocks cost something by being there.
 
     Args:
@@ -32,7 +32,7 @@ class Costs:
     def __init__(self, per_pair: float = 0.0) -> None:
         self.per_pair = per_pair
 
-    def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+    def base(self, quantity: Quantity, hidden_size: int) -> float:
         return 0.2 if quantity.kind == "prefill" else 100.0 * hidden_size
 
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
@@ -69,7 +69,7 @@ def _amount(quantity: Quantity, hidden: int, choices: tuple[Choice, ...], costs:
     kept = [choice.widths for choice in choices if choice.widths != DROPPED]
     layers = sum(costs.layer(quantity, hidden, widths) for widths in kept)
     further = max(0, _pairs(kept) - 1) if quantity.kind == "prefill" else 0
-    return costs.fixed(quantity, hidden) + layers + costs.per_pair * further
+    return costs.base(quantity, hidden) + layers + costs.per_pair * further
 
 
 def _brute_force(search: Search, budget: Budget, pairs: int | None = None, costs: Costs | None = None) -> float:
@@ -117,7 +117,7 @@ def test_equals_brute_force_where_head_pairs_cost_something(text: str, pairs: in
     assert found.loss == pytest.approx(_brute_force(search, budget, pairs, costs), abs=1e-9)
     dense = budget.dense(costs, IDENTITY)
     assert not budget.broken(found.predicted, dense)
-    amounts = {q: predicted(costs, q, _first_units(found)) for q in budget.quantities}
+    amounts = {q: costs.predict(q, _first_units(found)) for q in budget.quantities}
     assert amounts == pytest.approx(dict(found.predicted)), "the search adds up what is predicted of its plan"
 
 
@@ -146,7 +146,7 @@ def test_unequal_heads_that_a_profile_makes_costly_keep_the_limit(limited: int |
     )
     search = Search(identity(), layers, {SIZES.hidden_size: 0.0})
     saved = costs.layer(PREFILL, 512, Widths(8, 4, 1536)) - costs.layer(PREFILL, 512, Widths(2, 1, 1536))
-    bound = costs.predicted(PREFILL, identity()) - 2.5 * saved
+    bound = costs.predict(PREFILL, identity()) - 2.5 * saved
     budget = Budget.parse(f"{PREFILL}<={bound:.6f}s")
     options = SolveOptions(solutions=1, gap=0.0, head_pairs=limited)
     (blind,) = solve(search, budget, Blind(costs.profile), options)
@@ -154,7 +154,7 @@ def test_unequal_heads_that_a_profile_makes_costly_keep_the_limit(limited: int |
 
     def kept(solution: Solution) -> bool:
         layer = LayerScores((1.0,) * 4, (1.0,) * 8, (1.0,) * 1536)
-        return costs.predicted(PREFILL, plan_of(solution, search, UnitScores((layer,) * 8))) <= bound
+        return costs.predict(PREFILL, plan_of(solution, search, UnitScores((layer,) * 8))) <= bound
 
     assert _pairs(blind.widths) == 2
     assert not kept(blind), "else the test says nothing"
@@ -204,7 +204,7 @@ def test_a_limit_that_nothing_keeps_is_named_with_what_can_be_reached() -> None:
     message = str(caught.value)
     assert "parameters<=5% cannot be kept" in message
     assert "speedup" not in message
-    reachable = Budget.parse(message.partition("can do is ")[2].split(" (")[0])
+    reachable = Budget.parse(message.partition("can reach is ")[2].split(" (")[0])
     assert solve(_search(0), reachable, Costs(), EXACT)
 
 
@@ -238,7 +238,7 @@ def test_the_plan_keeps_the_best_units_of_every_width() -> None:
     assert [x.widths for x in plan.layers] == [(w.query_heads, w.kv_heads, w.ffn) for w in found.widths if w != DROPPED]
     for kept in plan.layers:
         assert kept.ffn == tuple(range(40 - len(kept.ffn), 40))
-    assert predicted(Costs(), Quantity("parameters"), plan) == pytest.approx(found.predicted[Quantity("parameters")])
+    assert Costs().predict(Quantity("parameters"), plan) == pytest.approx(found.predicted[Quantity("parameters")])
 
 
 def test_options_are_checked() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from pyprune.errors import BudgetError, DataError
 from pyprune.families import family_for
 from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, LayerSpace, Space, UnitScores
 from pyprune.fit.limits import Budget
-from pyprune.fit.quantities import Quantity, Widths
+from pyprune.fit.quantities import CostModel, Quantity, Widths
 from pyprune.fit.solve import SolveOptions, solve
 from pyprune.fit.trials import measure_losses, recommended_scores, score_units, weights_digest
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of, monotone, search_of
@@ -95,8 +94,8 @@ def test_a_block_that_writes_nothing_costs_nothing_and_goes_first() -> None:
     assert found[2, Widths(6, 2, 0)] == 0.0
     assert all(kl > 0.01 for (layer, _), kl in found.items() if layer != 2)
 
-    class Costs:
-        def fixed(self, quantity: Quantity, hidden_size: int) -> float:
+    class Costs(CostModel):
+        def base(self, quantity: Quantity, hidden_size: int) -> float:
             return 0.0
 
         def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
@@ -196,15 +195,6 @@ def test_the_file_of_another_identity_is_not_used_and_that_is_said(
     assert change in said
 
 
-def test_the_result_is_plain_json() -> None:
-    model = tiny_model("llama")
-    space = _only(_space(model), 1)
-    losses = measure_losses(model, space, _flat(space), _text(), PLAIN)
-    data = json.loads(json.dumps(losses.to_dict()))
-    assert [BlockLoss.from_dict(entry) for entry in data["entries"]] == list(losses.entries)
-    assert set(data["identity"]) == {"model", "text", "kinds", "scores", "options"}
-
-
 def test_text_that_cannot_be_used() -> None:
     model = tiny_model("llama")
     space = _only(_space(model), 1)
@@ -250,8 +240,8 @@ def _losses(**kl: float) -> BlockLosses:
         "m0": Widths(4, 4, 0),
         "gone": DROPPED,
     }
-    entries = tuple(BlockLoss(0, places[name], 48, value, -value) for name, value in kl.items())
-    return BlockLosses(entries, 3.0, 1, {})
+    entries = tuple(BlockLoss(0, places[name], 48, value) for name, value in kl.items())
+    return BlockLosses(entries)
 
 
 def test_losses_follow_the_scores_between_anchors_and_add_up() -> None:
@@ -273,8 +263,8 @@ def test_planted_additive_losses_are_recovered() -> None:
                for w in LAYER.widths}  # fmt: skip
     anchors = anchors_of(LAYER, ValueOptions(head_anchors=2, ffn_anchors=(0.5,)))
     assert len(anchors) == 2 + 1 + 2 + 1 + 1
-    entries = tuple(BlockLoss(0, widths, 48, planted[widths], 0.0) for widths in anchors)
-    search = search_of(BlockLosses(entries, 3.0, 1, {}), UnitScores((SCORES,)), TOY)
+    entries = tuple(BlockLoss(0, widths, 48, planted[widths]) for widths in anchors)
+    search = search_of(BlockLosses(entries), UnitScores((SCORES,)), TOY)
     for choice in search.layers[0]:
         assert choice.loss == pytest.approx(planted[choice.widths], abs=1e-6)
 
@@ -285,12 +275,6 @@ def test_noise_between_anchors_does_not_make_less_better() -> None:
     loss = {choice.widths: choice.loss for choice in search.layers[0]}
     assert loss[Widths(2, 2, 8)] == loss[Widths(1, 1, 8)] == pytest.approx(0.25)
     assert loss[Widths(4, 4, 0)] == 0.6  # skipping is another change than narrowing, and keeps its measurement
-
-
-def test_the_difference_of_cross_entropies_is_another_value() -> None:
-    found = _losses(a2=0.3, a1=0.9, a0=1.0, m4=0.4, m2=1.4, m0=2.0, gone=1.7)
-    search = search_of(found, UnitScores((SCORES,)), TOY, "cross_entropy")
-    assert search.layers[0][-1].loss == -1.7
 
 
 @pytest.mark.parametrize(("missing", "message"), [("a0", "attention"), ("m0", "MLP"), ("gone", "as a whole")])

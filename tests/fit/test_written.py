@@ -16,7 +16,7 @@ import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.families import count_parameters
 from pyprune.fit import fit as flow
-from pyprune.fit.fit import exported_as
+from pyprune.fit.fit import export_path
 from pyprune.plan import PrunePlan, kv_head_of
 from pyprune.runtime.report import PointChart, Report, write_report
 from pyprune.serving.vllm.limits import serving_warnings
@@ -149,7 +149,7 @@ def test_what_is_exported_keeps_the_memory_and_has_the_sizes_of_the_plan(
     result = run(*given, "--json", tmp_path / "figures.json")
     assert result.exit_code == 0, result.output
 
-    exported, plan = exported_as(out, weights), written_plan(out)
+    exported, plan = export_path(out, weights), written_plan(out)
     assert exported is not None
     assert exported.name == (f"out.{weights}.gguf" if files else f"out-{weights}")
     hidden, widths = stored_sizes(exported)

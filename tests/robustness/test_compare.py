@@ -492,7 +492,7 @@ def test_the_command_says_what_an_interrupted_run_kept(
     done = CliRunner().invoke(app, arguments(texts, folder, "--out", str(out)))
     assert done.exit_code == INTERRUPTED_CODE
     assert scores
-    assert "What was finished is in" in " ".join(done.stderr.split())
+    assert "Finished rows are in" in " ".join(done.stderr.split())
 
 
 def test_the_theorem_is_printed_without_a_model() -> None:

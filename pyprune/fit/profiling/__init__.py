@@ -1,1 +1,1 @@
-"""Measure how long layers of each width take on this machine."""
+"""Measure the time of layers of each width on this machine."""

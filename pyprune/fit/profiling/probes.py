@@ -1,14 +1,14 @@
-"""The models that a profile measures: the dense sizes, and each kind of cut by itself, with random weights.
+"""Make the models that a profile measures: the dense sizes, and each kind of cut alone, with random weights.
 
-How long a layer takes depends on its shapes and on no value of a weight, so that no checkpoint has to be read or cut:
-every probe is made from the dense model's configuration and the plan's target architecture.
+The time of a layer depends on its shapes and not on the values of weights, so that no checkpoint is read or cut: every
+probe is made from the dense model's configuration and the plan's target architecture.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pyprune.checkpoint.load import ModelSource
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import family_for
+from pyprune.fit.choices import Obstacle
 from pyprune.fit.profile import DENSE
 from pyprune.fit.sizes import FFN_MULTIPLES
 from pyprune.plan import PrunePlan, kv_head_of
@@ -25,23 +26,22 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 STEP = 64
-"""Unless a format wants more, probes have FFN widths and hidden sizes in multiples of it where the model is wide
-enough, as the rules for sizes want them: vLLM took as long for a prompt at hidden 432 as at 576 (SmolLM2, bfloat16 on a
-CPU with AMX)."""
+"""Multiple of the FFN widths and hidden sizes of probes if the model is wide enough and no format needs a larger one.
+vLLM took as long for a prompt at hidden 432 as at 576 (SmolLM2, bfloat16 on a CPU with AMX)."""
 
 Model = tuple[Path, Mapping[str, Any]]
 """A written probe: its checkpoint folder or GGUF file, and its config.json as plain data."""
 
 
 def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePlan]:
-    """Name -> plan of every probe, the dense model first and the most telling ones next.
+    """Name -> plan of every probe, the dense model first and the most informative ones next.
 
-    A cut that a model is too small for is left out (KV groups of a model with one, every second layer of one layer).
+    Cuts for which the model is too small are left out (KV groups of a model with one, every second layer of one layer).
 
     Args:
         dense: the plan that removes nothing.
-        dtype: format of the weights. Probes are multiples of what searches in it take: matrices of other widths would
-            be in another format, for llama.cpp's K-quants.
+        dtype: format of the weights. Widths are multiples of its blocks, as in searches: llama.cpp would write matrices
+            of other widths in another format than its K-quants.
     """
     sizes, step = dense.dense, lcm(STEP, FFN_MULTIPLES.get(dtype, 1))
     every_second = range(1, sizes.num_layers, 2)
@@ -61,13 +61,13 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePla
         "three quarters of the FFN": _with_ffn(dense, 3 / 4, step),
     }
     seen: set[tuple[object, ...]] = set()
-    found = {}
+    distinct = {}
     for name, plan in plans.items():
         shape = (len(plan.hidden), *(layer.widths for layer in plan.layers))
         if shape not in seen:
-            found[name] = plan
+            distinct[name] = plan
         seen.add(shape)
-    return found
+    return distinct
 
 
 def _without(plan: PrunePlan, layers: Iterable[int], **nothing: tuple[int, ...]) -> PrunePlan:
@@ -76,22 +76,22 @@ def _without(plan: PrunePlan, layers: Iterable[int], **nothing: tuple[int, ...])
     return plan
 
 
-def _in_steps(share: float, whole: int, step: int) -> int:
-    """A share of a size as a multiple of ``step``, where there is room for one between nothing and all of it."""
+def _round_to_step(share: float, whole: int, step: int) -> int:
+    """Round a share of a size to a multiple of ``step`` if a smaller multiple than the whole size exists."""
     if whole < 2 * step:
         return max(1, round(share * whole))
     return min(max(step, round(share * whole / step) * step), whole)
 
 
 def _with_ffn(plan: PrunePlan, share: float, step: int) -> PrunePlan:
-    width = range(_in_steps(share, plan.dense.intermediate_size, step))
+    width = range(_round_to_step(share, plan.dense.intermediate_size, step))
     for index in plan.kept_layers:
         plan = plan.with_layer(index, ffn=width)
     return plan
 
 
 def _with_hidden(plan: PrunePlan, share: float, step: int) -> PrunePlan:
-    return plan.keep_hidden(range(_in_steps(share, plan.dense.hidden_size, step)))
+    return plan.keep_hidden(range(_round_to_step(share, plan.dense.hidden_size, step)))
 
 
 def _with_groups(plan: PrunePlan, share: float) -> PrunePlan:
@@ -108,7 +108,7 @@ def _keep_groups(plan: PrunePlan, index: int, kept: int) -> PrunePlan:
 
 
 def _with_queries(plan: PrunePlan, share: float) -> PrunePlan:
-    """The same number of query heads fewer in every KV group."""
+    """Keep a share of the query heads of every KV group."""
     dense = plan.dense
     kept = max(1, round(share * dense.group_size))
     heads = [q for q in range(dense.num_attention_heads) if q % dense.group_size < kept]
@@ -118,7 +118,7 @@ def _with_queries(plan: PrunePlan, share: float) -> PrunePlan:
 
 
 def _unequal(plan: PrunePlan, step: int) -> PrunePlan:
-    """Three kinds of layers in turn, with three pairs of query and KV heads where there are as many KV groups."""
+    """Alternate three kinds of layers, with three pairs of query and KV heads if there are three KV groups."""
     dense = plan.dense
     groups = [
         dense.num_key_value_heads,
@@ -128,7 +128,7 @@ def _unequal(plan: PrunePlan, step: int) -> PrunePlan:
     for index in plan.kept_layers:
         kind = index % 3
         plan = _keep_groups(plan, index, groups[kind])
-        width = _in_steps((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, step)
+        width = _round_to_step((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, step)
         plan = plan.with_layer(index, ffn=range(width))
     return plan
 
@@ -137,8 +137,8 @@ def dense_config(model: str | Path | ModelSource) -> PretrainedConfig:
     """Return the configuration of a dense model; its weights are not read and may be missing.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        UnsupportedModelError: a family that pyprune does not know, or a model that was cut to unequal sizes.
+        CheckpointError: it is missing or damaged.
+        UnsupportedModelError: an unknown family, or a model that was cut to unequal sizes.
     """
     config = ModelSource.of(model).config
     family_for(config)
@@ -146,14 +146,14 @@ def dense_config(model: str | Path | ModelSource) -> PretrainedConfig:
 
 
 def write_probe(config: PretrainedConfig, plan: PrunePlan, folder: Path, dtype: str, tokenizer: Any = None) -> Path:
-    """Write a checkpoint of the plan's sizes with random weights, in a stock architecture where one fits.
+    """Write a checkpoint of the plan's sizes with random weights, in a stock architecture if one fits.
 
     Args:
         config: of the dense model.
-        plan: what stays of it.
+        plan: sizes of the probe.
         folder: to create.
         dtype: of the weights: float32, bfloat16 or float16.
-        tokenizer: to write beside them, for formats that need one.
+        tokenizer: to write as well, for formats that need one.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -172,19 +172,8 @@ def write_probe(config: PretrainedConfig, plan: PrunePlan, folder: Path, dtype: 
     return save_checkpoint(model, tokenizer, folder, plan=plan, provenance={"weights": "random"})
 
 
-def why_not_served(config: PretrainedConfig, plan: PrunePlan, engine: str) -> str:
-    """Why an engine cannot run a plan; empty when nothing is known against it.
-
-    Args:
-        config: of the dense model.
-        plan: what stays of it.
-        engine: vllm, transformers or llamacpp.
-    """
-    return refusals(config, engine)(plan)
-
-
-def refusals(config: PretrainedConfig, engine: str) -> Callable[[PrunePlan], str]:
-    """What answers :func:`why_not_served` for many plans of one model.
+def engine_obstacle(config: PretrainedConfig, engine: str) -> Obstacle:
+    """Return (plan) -> why an engine cannot run a plan of a model, or None.
 
     Args:
         config: of the dense model.
@@ -194,17 +183,16 @@ def refusals(config: PretrainedConfig, engine: str) -> Callable[[PrunePlan], str
         from pyprune.fit.cost import dense_shapes
         from pyprune.serving.gguf.layout import GgufRules
 
-        rules = GgufRules(config, dense_shapes(config))
-        return lambda plan: rules.obstacle(plan) or ""
-    return partial(_why_not_vllm, config) if engine == "vllm" else lambda plan: ""
+        return GgufRules(config, dense_shapes(config)).obstacle
+    return partial(_vllm_obstacle, config) if engine == "vllm" else lambda plan: None
 
 
-def _why_not_vllm(config: PretrainedConfig, plan: PrunePlan) -> str:
+def _vllm_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     from pyprune.cut.target import choose_target
 
     family = family_for(config)
     if family.served_by or choose_target(family, config, plan).stock:
-        return ""
+        return None
     return f"The vLLM plugin serves no sizes per layer for {family.model_type}."
 
 
@@ -215,21 +203,20 @@ def write_served(
 
     Args:
         config: of the dense model.
-        plan: what stays of it.
-        folder: to create; all of the probe is inside.
+        plan: sizes of the probe.
+        folder: to create, for all files of the probe.
         engine: vllm, transformers or llamacpp.
         dtype: of the weights; for llamacpp a format of GGUF files.
-        tokenizer: which llamacpp needs.
+        tokenizer: needed by llamacpp.
 
     Returns:
         (checkpoint folder or GGUF file, its config.json as plain data).
 
     Raises:
-        UnsupportedModelError: the engine has no place for these sizes.
+        UnsupportedModelError: the engine cannot run these sizes.
         OutputError: the folder cannot be written.
     """
-    reason = why_not_served(config, plan, engine)
-    if reason:
+    if reason := engine_obstacle(config, engine)(plan):
         raise UnsupportedModelError(reason)
     if engine != "llamacpp":
         write_probe(config, plan, folder, dtype)

@@ -1,4 +1,4 @@
-"""Times the probes of a profile, turn by turn beside the dense model, and matrix products of several widths."""
+"""Time the probes of a profile in turns with the dense model, and matrix products of several widths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +19,7 @@ from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
 from pyprune.fit.formats import WEIGHT_FORMATS
-from pyprune.fit.profile import DENSE, Probe, Product, Profile, Timing, accelerators, installed, this_machine
+from pyprune.fit.profile import DENSE, Probe, Product, Profile, Timing, accelerators, installed_versions, this_machine
 from pyprune.fit.profiling.probes import Model, dense_config, probe_plans, write_served
 from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, longest_sequence, room_for, visible, written_bytes
 from pyprune.fit.quantities import Quantity
@@ -43,20 +42,19 @@ PRODUCT_REPEATS = 9
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is measured, and how.
+    """The workloads, engine and turns of a profile.
 
     Attributes:
         engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
         dtype: of weights and activations; for llamacpp a format of GGUF files. None = bfloat16, q8_0 for llamacpp.
         device: auto, cpu or cuda.
-        repeats: timed turns of each probe and workload, after a warm-up; three times as many where they are short.
+        repeats: timed turns of each probe and workload, after a warm-up; three times as many if they are short.
         prefill: prompt lengths in tokens; None = those of :data:`DEFAULT_PREFILL` that the model reads.
-        generation: (sequences at a time, new tokens of each), and the tokens of each prompt where they are long; None =
+        generation: (sequences at a time, new tokens of each), and the tokens of each prompt if prompts are long; None =
             those of :data:`DEFAULT_GENERATION` that it reads.
-        probes: most probes beside the dense model; None = all.
+        probes: most probes in addition to the dense model; None = all.
         seed: of the random prompts.
         resident: engines loaded at once, the dense model's among them; None = as many as the free memory holds.
-        folder: where the probes' checkpoints are written for a while; None = the system's temporary folder.
     """
 
     engine: str = "auto"
@@ -68,7 +66,6 @@ class ProfileOptions:
     probes: int | None = None
     seed: int = 0
     resident: int | None = None
-    folder: Path | None = None
 
     @property
     def quantities(self) -> list[Quantity]:
@@ -79,10 +76,10 @@ class ProfileOptions:
         return list(dict.fromkeys([*(Quantity("prefill", tokens) for tokens in prompts), *generations]))
 
     def within(self, limit: float | None) -> ProfileOptions:
-        """The same with the default workloads that a model reads; without any of a kind, none of it.
+        """Replace the default workloads by those that a model reads, perhaps none.
 
         Args:
-            limit: positions of the model; None = it has none.
+            limit: positions of the model; None = no limit.
         """
         fits = [q for q in self.quantities if limit is None or longest_sequence(q) <= limit]
         prompts = tuple(q.tokens for q in fits if q.kind == "prefill")
@@ -95,31 +92,29 @@ class ProfileOptions:
 
     def validate(self) -> None:
         """Raise :class:`ConfigError` with every invalid option."""
-        found = []
-        if self.repeats < 1:
-            found.append(f"repeats is {self.repeats}; it must be at least 1.")
-        found += seed_problems(self.seed)
+        problems = seed_problems(self.seed)
+        for name, value in (("repeats", self.repeats), ("resident", self.resident)):
+            if value is not None and value < 1:
+                problems.append(f"{name} is {value}; it must be at least 1.")
         if self.probes is not None and self.probes < 2:
-            found.append(f"probes is {self.probes}; at least 2 beside the dense model can be fitted.")
-        if self.resident is not None and self.resident < 1:
-            found.append(f"resident is {self.resident}; it must be at least 1.")
+            problems.append(f"probes is {self.probes}; a fit needs at least 2 in addition to the dense model.")
         if not self.quantities:
-            found.append("Neither prefill nor generation is to be measured; name at least one length or batch.")
-        found += [
+            problems.append("Neither prefill nor generation is to be measured; name at least one length or batch.")
+        problems += [
             f"{quantity} is no workload; lengths and batches must be at least 1."
             for quantity in self.quantities
             if quantity.tokens < 1 or quantity.batch < 1
         ]
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
-            found.append(f"device is {self.device!r}; use auto, cpu or cuda.")
-        if found:
-            raise ConfigError(found)
+            problems.append(f"device is {self.device!r}; use auto, cpu or cuda.")
+        if problems:
+            raise ConfigError(problems)
 
 
 def take_profile(
     model: str | Path | ModelSource, options: ProfileOptions | None = None, **reading: Unpack[Reading]
 ) -> Profile:
-    """Measure what models of a model's family and sizes cost on this machine.
+    """Measure the times of models of a model's family and sizes on this machine.
 
     Args:
         model: folder with config.json or hub id of a dense model; weights are not read (llamacpp needs its tokenizer).
@@ -127,8 +122,8 @@ def take_profile(
         reading: ``gguf_file``, ``revision`` and ``trust_remote_code`` (:class:`pyprune.checkpoint.load.ModelSource`).
 
     Raises:
-        ConfigError: invalid options, a device that is not there, or a workload beyond the model's context.
-        CheckpointError, UnsupportedModelError: the model cannot be read, or its family is not known.
+        ConfigError: invalid options, a missing device, or a workload beyond the model's context.
+        CheckpointError, UnsupportedModelError: the model cannot be read, or its family is unknown.
         MissingDependencyError: the engine is not installed.
         EngineError: an engine failed; its last log lines are in the message.
         BudgetError: fewer than two probes can be run.
@@ -147,19 +142,19 @@ def take_profile(
     _check_lengths(config, o.quantities)
     tokenizer = source.tokenizer() if engine == "llamacpp" else None
     run = _Run(o, engine, dtype, config, tokenizer=tokenizer)
-    with visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-", dir=o.folder) as work:
+    with visible(o.device), tempfile.TemporaryDirectory(prefix="pyprune-profile-") as work:
         run.take(Path(work))
-    # where the engine ran: one that was built for the CPU alone leaves an accelerator unused
+    # The engine's device: an engine that was built only for the CPU does not use an accelerator.
     place = resolve_device(o.device) if run.device in accelerators() else torch.device("cpu")
     try:
         run.products = time_products(config, dtype, place)
-    except RuntimeError as error:  # such as a GPU that somebody filled since: what took hours is kept
-        run.notes.append(f"products of several widths were not timed ({error}), so that the usual multiples count")
+    except RuntimeError as error:  # such as a GPU that is full by now: keep the turns, which took hours
+        run.notes.append(f"products of several widths were not timed ({error}), so that the default multiples are used")
     return run.profile([note] if note else [])
 
 
 def default_dtype(engine: str) -> str:
-    """What is measured where no dtype is named: llama.cpp's usual format, bfloat16 for the others."""
+    """Return the default dtype of an engine: llama.cpp's default format, bfloat16 for the others."""
     return GGUF_FORMAT if engine == "llamacpp" else "bfloat16"
 
 
@@ -168,9 +163,9 @@ def _dtype(dtype: str | None, engine: str) -> str:
     chosen = dtype or default_dtype(engine)
     if chosen not in allowed and chosen in WEIGHT_FORMATS:
         raise ConfigError(
-            f"What {chosen} weights take in {engine} is not measured; {', '.join(allowed)} are. Give one of these, "
-            f"{'--engine llamacpp, ' if chosen in FORMATS else ''}or limit memory and parameters alone, which are "
-            "counted in every format."
+            f"Times of {chosen} weights in {engine} are not measured; those of {', '.join(allowed)} are. Give one of "
+            f"these, {'--engine llamacpp, ' if chosen in FORMATS else ''}or limit only memory and parameters, which "
+            "are counted in every format."
         )
     if chosen not in allowed:
         raise ConfigError(did_you_mean(chosen, allowed, f"dtype of the engine {engine}"))
@@ -182,14 +177,14 @@ def _check_lengths(config: PretrainedConfig, quantities: Sequence[Quantity]) -> 
     longest = max(longest_sequence(quantity) for quantity in quantities)
     if limit is not None and longest > limit:
         raise ConfigError(
-            f"The model reads at most {limit} tokens, the workloads need {longest}; name shorter ones with --prefill "
-            "and --generation."
+            f"The model reads at most {limit} tokens, and the workloads need {longest}; name shorter ones with "
+            "--prefill and --generation."
         )
 
 
 @dataclass
 class _Run:
-    """State of one measurement."""
+    """The state of one measurement."""
 
     options: ProfileOptions
     engine: EngineName
@@ -204,20 +199,22 @@ class _Run:
     device: str | None = None
 
     def take(self, work: Path) -> None:
-        """Take every sample, group by group; the dense model stays loaded where there is room for two."""
-        plans = probe_plans(family_for(self.config).plan(self.config), self.dtype)
-        dense = self._written(DENSE, plans.pop(DENSE), work)
+        """Take every sample, group by group; the dense model remains loaded if there is room for two engines."""
+        o, identity = self.options, family_for(self.config).plan(self.config)
+        plans = probe_plans(identity, self.dtype)
+        dense = self._write(DENSE, plans.pop(DENSE), work)
         if dense is None:
             raise BudgetError(f"The dense model cannot be run with {self.engine}: {'; '.join(self.notes)}.")
-        self.probes.append(Probe.of(DENSE, family_for(self.config).plan(self.config)))
-        queue = list(plans)[: self.options.probes]
-        room = self.options.resident or self._room(work, dense)
-        with self._engines() as engines:
+        self.probes.append(Probe.of(DENSE, identity))
+        queue = list(plans)[: o.probes]
+        cache = cache_bytes(dense[1], o.quantities, self.dtype)
+        room = o.resident or room_for(self.engine, written_bytes(work), cache)
+        with EngineGroup(self.engine, self.dtype, o.quantities, int(self.config.vocab_size), o.seed) as engines:
 
             def write(name: str) -> Model | None:
-                return self._written(name, plans[name], work)
+                return self._write(name, plans[name], work)
 
-            for names, turns in engines.in_groups(dense, queue, write, room=room, repeats=self.options.repeats):
+            for names, turns in engines.time_groups(dense, queue, write, room=room, repeats=o.repeats):
                 self.timings += turns
                 self.probes += [Probe.of(name, plans[name]) for name in names]
                 for name in names:
@@ -228,16 +225,8 @@ class _Run:
                 f"Only {len(self.probes) - 1} probes could be run, at least 2 are needed: {'; '.join(self.notes)}."
             )
 
-    def _room(self, work: Path, dense: Model) -> int:
-        cache = cache_bytes(dense[1], self.options.quantities, self.dtype)
-        return room_for(self.engine, written_bytes(work), cache)
-
-    def _engines(self) -> EngineGroup:
-        vocab = int(self.config.vocab_size)
-        return EngineGroup(self.engine, self.dtype, self.options.quantities, vocab, self.options.seed)
-
-    def _written(self, name: str, plan: PrunePlan, work: Path) -> Model | None:
-        """Write a probe; None where the engine has no place for it, which is noted."""
+    def _write(self, name: str, plan: PrunePlan, work: Path) -> Model | None:
+        """Write a probe; note the reason and return None if the engine cannot run it."""
         folder = work / name.replace(" ", "-")
         try:
             model = write_served(self.config, plan, folder, self.engine, self.dtype, self.tokenizer)
@@ -249,13 +238,12 @@ class _Run:
         return model
 
     def profile(self, notes: Sequence[str]) -> Profile:
-        """What was measured, with where and with what."""
-        machine = this_machine(self.device)
+        """Make the profile of the measurements and their conditions."""
         return Profile(
             engine=self.engine,
             dtype=self.dtype,
-            machine=machine,
-            versions=installed(self.engine),
+            machine=this_machine(self.device),
+            versions=installed_versions(self.engine),
             model_type=str(self.config.model_type),
             dense=family_for(self.config).sizes(self.config),
             config=json.loads(json.dumps(self.config.to_dict(), default=str)),
@@ -270,9 +258,8 @@ class _Run:
 def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> list[Product]:
     """Time the products of an MLP (up to a width and down again) at widths of several multiples, turn by turn.
 
-    The widths lie just above the half and three quarters of the dense one, so that they differ in what they are a
-    multiple of and hardly in anything else. Rows are as many as a prompt of 2,048 tokens has; torch computes them in
-    the dtype (float32 for formats that only llama.cpp has).
+    The widths are just above two values, so that they have different divisors but nearly the same size. There are 2,048
+    rows, as in a prompt of that many tokens; torch computes them in the dtype (float32 for formats of llama.cpp alone).
 
     Args:
         config: of the dense model.
@@ -291,9 +278,8 @@ def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> 
 
     rows = random(PRODUCT_ROWS, sizes.hidden_size)
     pairs = {w: (random(w, sizes.hidden_size), random(sizes.hidden_size, w)) for _, w in widths}
-    found: list[Product] = []
-    with torch.inference_mode(), ExitStack() as stack:
-        stack.callback(pairs.clear)
+    products: list[Product] = []
+    with torch.inference_mode():
         for repeat in range(-1, PRODUCT_REPEATS):
             for multiple, width in widths:
                 up, down = pairs[width]
@@ -303,5 +289,5 @@ def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> 
                     torch.cuda.synchronize(place)
                 del result
                 if repeat >= 0:
-                    found.append(Product(multiple, width, time.perf_counter() - start))
-    return found
+                    products.append(Product(multiple, width, time.perf_counter() - start))
+    return products

@@ -1,4 +1,4 @@
-"""Engines of several models that stay loaded side by side and are timed in turns around the dense one."""
+"""Load engines of several models side by side, and time them in turns with the dense model."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS, Workload
 
 Enough = Callable[[Sequence[Timing]], bool]
 WARM_TOKENS = 8
-"""New tokens of a warm-up generation: enough for every kernel to have run once with these shapes."""
+"""New tokens of a warm-up generation, in which every kernel runs once with these shapes."""
 QUICK_S = 2.0
-"""Turns of the first model that are shorter than this many seconds are repeated more often."""
+"""If turns of the first model are shorter than this many seconds, all are repeated more often."""
 QUICK_TURNS = 3
 MEMORY_SHARE = 0.8
 """Share of the free memory that engines may take."""
 
 
 class EngineGroup:
-    """Engines of several models that are loaded together, warmed up, and timed in turns around the first one.
+    """Engines of several models that are loaded together, warmed up, and timed in turns with the first one.
 
     Args:
         engine: vllm, transformers or llamacpp.
         dtype: of weights and activations, or GGUF format.
         quantities: the workloads.
         vocab_size: token ids of prompts are below it.
-        seed: of the prompts; every model gets the same ones, every repeat others.
-        eager: whether vLLM runs without compiling; None = on a CPU.
+        seed: of the prompts, which are the same for all models and differ between repeats.
+        eager: run vLLM without compiling; None = on a CPU.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EngineGroup:
             for name, load in loads.items():
                 try:
                     self.engines[name] = load.result()
-                except Exception as error:  # the others that have started are closed by the caller
+                except Exception as error:  # the caller closes the others that have started
                     failure = failure or error
         if failure is not None:
             raise failure
@@ -88,17 +88,17 @@ class EngineGroup:
         *,
         enough: Enough = lambda _: False,
     ) -> Iterator[Timing]:
-        """Every workload and repeat of the models, the first of ``names`` also at the end of each workload.
+        """Time every workload and repeat of the models, the first of ``names`` also at the end of each workload.
 
-        Workloads that take the first model less than :data:`QUICK_S` have :data:`QUICK_TURNS` times as many repeats:
-        what else runs on a machine disturbs a short turn more.
+        Workloads that take the first model less than :data:`QUICK_S` have :data:`QUICK_TURNS` times as many repeats,
+        because other processes disturb a short turn more.
 
         Args:
             names: of loaded engines.
             repeats: turns of each.
-            group: number that the turns carry.
-            enough: (turns of a workload so far, as many of each model and a last one of the first) -> whether the
-                workload needs no more of them.
+            group: number of the group in the timings.
+            enough: (turns of a workload so far, the same number of each model and a last one of the first) -> True
+                ends the workload.
         """
         for quantity in self.quantities:
             seen = [self.turn(names[0], quantity, 0, group)]
@@ -114,7 +114,7 @@ class EngineGroup:
                 if enough(seen):
                     break
 
-    def in_groups(
+    def time_groups(
         self,
         dense: Model,
         names: Sequence[str],
@@ -124,17 +124,17 @@ class EngineGroup:
         repeats: int,
         enough: Enough = lambda _: False,
     ) -> Iterator[tuple[list[str], list[Timing]]]:
-        """Time models beside the dense one, as many at once as there is room for.
+        """Time models in turns with the dense one, as many at once as there is room for.
 
-        The dense model stays loaded where there is room for two engines; else one after another is.
+        The dense model remains loaded if there is room for two engines; else they are loaded one after another.
 
         Args:
             dense: the dense model, written.
             names: of the others.
-            write: writes one of these when its turn comes; None = it is left out.
-            room: engines that may be loaded at once.
+            write: writes one of these when its turn comes; returns None to leave it out.
+            room: most engines that are loaded at once.
             repeats: see :meth:`round`.
-            enough: see there; asked where the models are loaded side by side.
+            enough: see :meth:`round`; only for models that are loaded side by side.
 
         Yields:
             (names of the models of a group, all turns of the group, the dense model's among them).
@@ -146,12 +146,12 @@ class EngineGroup:
             models = {name: model for name, model in written.items() if model is not None}
             if models:
                 left = time_left(began, number, len(starts))
-                where = f"beside the dense model with {self.engine} ({number + 1} of {len(starts)}{left})"
+                where = f"in turns with the dense model in {self.engine} ({number + 1} of {len(starts)}{left})"
                 say(f"Timing {', '.join(models)} {where}.")
-                turns = self.beside(dense, models, repeats, group=number, enough=enough, resident=room > 1)
+                turns = self.time_group(dense, models, repeats, group=number, enough=enough, resident=room > 1)
                 yield list(models), list(turns)
 
-    def beside(
+    def time_group(
         self,
         dense: Model,
         models: Mapping[str, Model],
@@ -161,15 +161,15 @@ class EngineGroup:
         group: int = 0,
         enough: Enough = lambda _: False,
     ) -> Iterator[Timing]:
-        """Time models around the dense one: all loaded at once, workload by workload, or one after another.
+        """Time models in turns with the dense one: all loaded at once, or one after another.
 
         Args:
             dense: the dense model, written.
             models: the others.
             repeats: see :meth:`round`.
-            resident: whether all are loaded at once.
-            group: number that the turns carry.
-            enough: see :meth:`round`; asked where all are loaded at once.
+            resident: load all at once.
+            group: number of the group in the timings.
+            enough: see :meth:`round`; only with ``resident``.
         """
         if resident:
             self.load(models if DENSE in self.engines else {DENSE: dense, **models})
@@ -222,18 +222,18 @@ def _new_tokens(quantity: Quantity) -> int:
 
 
 def cache_bytes(config: Mapping[str, Any], quantities: Sequence[Quantity], dtype: str) -> int:
-    """Bytes of key/value cache that hold the largest of the workloads."""
+    """Return the bytes of key/value cache for the largest of the workloads."""
     width = "float32" if dtype == "float32" else "bfloat16"
     return max(sequence_bytes(config, q.batch, longest_sequence(q), width) for q in quantities)
 
 
 def written_bytes(folder: Path) -> int:
-    """Bytes of the weights in a folder and the folders in it."""
+    """Sum the bytes of the weights in a folder and its subfolders."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.suffix in (".safetensors", ".gguf"))
 
 
 def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
-    """How many engines of a model's size fit into the free memory at once, at least 1.
+    """Return the number of engines of a model's size that fit into the free memory at once, at least 1.
 
     Args:
         engine: vllm, transformers or llamacpp.
@@ -246,13 +246,13 @@ def room_for(engine: EngineName, weight_bytes: int, cache: int) -> int:
 
 
 def longest_sequence(quantity: Quantity) -> int:
-    """Tokens of the longest sequence that a workload makes."""
+    """Return the tokens of the longest sequence of a workload."""
     return quantity.tokens + (1 if quantity.kind == "prefill" else quantity.prompt or SHORT_PROMPT_TOKENS)
 
 
 @contextmanager
 def visible(device: str) -> Iterator[None]:
-    """In the block, engines that start see this device alone: no accelerator, or one of those that this process sees.
+    """Make only this device visible to engines that start in the block: the CPU, or one of the accelerators.
 
     Args:
         device: cpu, or cuda:N; auto and cuda change nothing.

@@ -61,8 +61,8 @@ def test_every_arm_keeps_the_budget(fitting: Fitting) -> None:
     budget = Budget.parse("parameters=85%")
     found = {arm: _plan_of(fitting, budget, arm)[0] for arm in USUAL}
     parameters = Quantity("parameters")
-    most = 0.85 * fitting.costs.predicted(parameters, fitting.identity)
-    assert all(fitting.costs.predicted(parameters, plan) <= most for plan in found.values())
+    most = 0.85 * fitting.costs.predict(parameters, fitting.identity)
+    assert all(fitting.costs.predict(parameters, plan) <= most for plan in found.values())
     whole = fitting.identity.layers[0].widths
     assert all(layer.widths == whole for layer in found["best layers"].layers), "whole layers only"
     assert len({layer.widths for layer in found["one width"].layers}) == 1
@@ -137,13 +137,13 @@ def test_plans_are_compared_with_those_of_their_engine() -> None:
 def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:
     memory = Quantity("memory", 64)
     plan = fitting.identity.drop_layers([1]).with_layer(0, query_heads=[0, 1], kv_heads=[0], ffn=range(16))
-    counted = fitting.costs.predicted(memory, plan)
+    counted = fitting.costs.predict(memory, plan)
     assert _stored_amount(count_parameters(fitting.tries.model(plan)), plan, memory) == pytest.approx(counted)
 
 
 def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
     least = fitting.costs.fixed(Quantity("parameters"), fitting.identity.dense.hidden_size)
-    share = least / fitting.costs.predicted(Quantity("parameters"), fitting.identity)
+    share = least / fitting.costs.predict(Quantity("parameters"), fitting.identity)
     budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
     assert _plan_of(fitting, budget, "one width")[0] is None
 

@@ -47,8 +47,8 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     for name, plan in plans.items():
         measured = {}
         for quantity in profile_error.WORKLOADS:
-            seconds = costs.predicted(quantity, plan)
-            share = seconds / costs.predicted(quantity, identity)
+            seconds = costs.predict(quantity, plan)
+            share = seconds / costs.predict(quantity, identity)
             measured[str(quantity)] = {"seconds": 1.05 * seconds, "share_of_dense": 1.1 * share}
         rows.append(
             {"kind": "row", "key": name, "name": name, "engine": "transformers", "dense": asdict(plan.dense),

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -30,14 +31,13 @@ from pyprune.fit.profile import DENSE, Profile
 from pyprune.fit.profiling import timing, turns
 from pyprune.fit.profiling.probes import (
     dense_config,
+    engine_obstacle,
     probe_plans,
-    refusals,
-    why_not_served,
     write_probe,
     write_served,
 )
 from pyprune.fit.profiling.timing import ProfileOptions, take_profile, time_products
-from pyprune.fit.quantities import Quantity, predicted
+from pyprune.fit.quantities import Quantity
 from pyprune.fit.sizes import MULTIPLES, SizeRules, slow_sizes
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.gguf.layout import open_model
@@ -116,7 +116,7 @@ def test_probes_are_models_of_the_sizes_that_are_recorded(name: str, tmp_path: P
     for label in ("unequal layers", "three quarters of the hidden size", "no MLP in every second layer"):
         folder, values = write_served(config, plans[label], tmp_path / label, "transformers", "float32")
         probe, _ = load_model(folder)
-        assert count_parameters(probe) == predicted(costs, Quantity("parameters"), plans[label])
+        assert count_parameters(probe) == costs.predict(Quantity("parameters"), plans[label])
         assert values["num_hidden_layers"] == len(plans[label].layers)
         with torch.no_grad():
             assert torch.isfinite(probe(tiny_batch()).logits).all()
@@ -135,14 +135,14 @@ def test_what_vllm_cannot_serve_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     config = tiny_model("llama").config
     family = family_for(config)
     plans = probe_plans(family.plan(config))
-    assert why_not_served(config, plans["unequal layers"], "vllm") == ""
+    assert engine_obstacle(config, "vllm")(plans["unequal layers"]) is None
     # As a family of another package that brings no layer for vLLM.
     monkeypatch.setattr(
         import_module("pyprune.fit.profiling.probes"), "family_for", lambda _: replace(family, vllm_layer="")
     )
-    assert "serves no sizes per layer for llama" in why_not_served(config, plans["unequal layers"], "vllm")
-    assert why_not_served(config, plans["half of the layers"], "vllm") == ""
-    assert why_not_served(config, plans["unequal layers"], "transformers") == ""
+    assert "serves no sizes per layer for llama" in engine_obstacle(config, "vllm")(plans["unequal layers"])
+    assert engine_obstacle(config, "vllm")(plans["half of the layers"]) is None
+    assert engine_obstacle(config, "transformers")(plans["unequal layers"]) is None
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_llama_cpp_cannot_hold_is_known_before_a_file_is_written(name: str,
     config = tiny_model(name).config
     whole = family_for(config).plan(config)
     plans = probe_plans(whole) | {"no attention in layer 0": whole.with_layer(0, query_heads=[], kv_heads=[])}
-    why_not = refusals(config, "llamacpp")
+    obstacle = engine_obstacle(config, "llamacpp")
     found = {}
     for label in (DENSE, "half of the layers", "unequal layers", "no MLP in every second layer",
                   "three quarters of the hidden size", "no attention in layer 0"):  # fmt: skip
@@ -162,7 +162,7 @@ def test_what_llama_cpp_cannot_hold_is_known_before_a_file_is_written(name: str,
             found[label] = ""
         except UnsupportedModelError as error:
             found[label] = str(error)
-        assert bool(why_not(plans[label])) == bool(found[label]), (label, why_not(plans[label]), found[label])
+        assert bool(obstacle(plans[label])) == bool(found[label]), (label, obstacle(plans[label]), found[label])
     assert any(found.values())
     assert name == "opt" or not all(found.values())
 
@@ -170,7 +170,7 @@ def test_what_llama_cpp_cannot_hold_is_known_before_a_file_is_written(name: str,
 def test_positions_that_llama_cpp_does_not_have_are_known_too() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     config = tiny_model("llama", rope_parameters=yarn).config
-    assert "type 'yarn'" in why_not_served(config, family_for(config).plan(config), "llamacpp")
+    assert "type 'yarn'" in engine_obstacle(config, "llamacpp")(family_for(config).plan(config))
 
 
 @pytest.mark.second
@@ -204,15 +204,16 @@ def test_a_profile_says_what_it_is_of_and_can_be_fitted(taken: Profile) -> None:
     taken.check(family_for(config).plan(config))
     assert {product.multiple for product in taken.products} == set(MULTIPLES)
     costs = MeasuredCosts(taken)
-    assert costs.predicted(Quantity("prefill", 12), family_for(config).plan(config)) > 0
+    assert costs.predict(Quantity("prefill", 12), family_for(config).plan(config)) > 0
 
 
 def test_probes_are_removed_from_the_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "time_products", lambda *of: [])
     monkeypatch.setattr(timing, "EngineGroup", _Broken)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(RuntimeError, match="this engine is broken"):
-        take_profile(source, ProfileOptions(**QUICK, folder=tmp_path))  # type: ignore[arg-type]
-    assert not any(tmp_path.iterdir())
+        take_profile(source, ProfileOptions(**QUICK))  # type: ignore[arg-type]
+    assert not any(tmp_path.glob("pyprune-profile-*"))
 
 
 @pytest.mark.second
@@ -245,7 +246,7 @@ def test_engines_that_do_not_fit_side_by_side_are_loaded_one_by_one(
     profile = take_profile(source, options)
     assert loaded == [[DENSE], ["half of the layers"], [DENSE], ["half of the FFN"]]
     said = capsys.readouterr().err
-    beside = "beside the dense model with transformers"
+    beside = "in turns with the dense model in transformers"
     assert f"Timing half of the layers {beside} (1 of 2)." in said
     assert re.search(rf"Timing half of the FFN {beside} \(2 of 2, [^)]* left\)\.", said)
     assert set(MeasuredCosts(profile).fits) == {Quantity("prefill", 8), Quantity("prefill", 16)}
@@ -283,9 +284,9 @@ def test_products_differ_in_the_multiple_and_hardly_in_the_width() -> None:
         ({"prefill": (0,)}, "prefill@0 is no workload"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cuda:99"}, "This machine has . CUDA devices"),
-        ({"prefill": (600,)}, "reads at most 512 tokens, the workloads need 601"),
+        ({"prefill": (600,)}, "reads at most 512 tokens, and the workloads need 601"),
         ({"dtype": "bfloat61"}, "Did you mean 'bfloat16'"),
-        ({"dtype": "q8_0"}, "What q8_0 weights take in transformers is not measured"),
+        ({"dtype": "q8_0"}, "Times of q8_0 weights in transformers are not measured"),
         ({"engine": "transformer"}, "Did you mean 'transformers'"),
     ],
 )
@@ -295,7 +296,7 @@ def test_bad_options_are_refused_before_any_work(source: Path, options: dict[str
 
 
 def test_models_that_have_no_family_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="Give a checkpoint folder or a hub id"):
         dense_config(tmp_path / "gone")
     (tmp_path / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}')
     with pytest.raises((UnsupportedModelError, CheckpointError), match="bert"):
@@ -360,7 +361,7 @@ def test_a_profile_of_the_cpu_beside_an_accelerator_needs_a_file(monkeypatch: py
     """By its name it would take the place of the accelerator's, and engines would run on the CPU for it."""
     monkeypatch.setattr(import_module("pyprune.fit.profile"), "accelerators", lambda: ["A Card"])
     said = " ".join(refused("profile", "nosuch", "--device", "cpu").split())
-    assert "engines take by themselves, A Card here; name a file with --out" in said
+    assert "engines choose, A Card here; name a file with --out" in said
 
 
 @pytest.mark.second
@@ -405,10 +406,10 @@ def test_commands_measure_by_name_and_predict(
     assert rows["parameters"]["plan"] < rows["parameters"]["dense"]
     costs = MeasuredCosts(Profile.load(taken.name))  # a file keeps microseconds
     assert rows["generation@2x3 (tokens/s)"]["plan"] == pytest.approx(
-        6 / costs.predicted(Quantity("generation", 3, 2), plan)
+        6 / costs.predict(Quantity("generation", 3, 2), plan)
     )
     memory = ExactCosts.of(dense_config(source), "q4_0")
-    wanted = predicted(memory, Quantity("memory", 2048), plan) / 1e6
+    wanted = memory.predict(Quantity("memory", 2048), plan) / 1e6
     assert rows["weights in q4_0 + memory@2048 (MB)"]["plan"] == pytest.approx(wanted)
 
 
@@ -431,7 +432,7 @@ def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None
     config.save_pretrained(tmp_path / "dense")
     whole = family_for(config).plan(config)
     plan = whole.with_layer(0, ffn=range(96))
-    grouped = ExactCosts.of_plan(config, "w4a16", plan)
+    grouped = ExactCosts.of(config, "w4a16", plan=plan)
     assert (grouped.weights.group, ExactCosts.of(config, "w4a16").weights.group) == (32, 128)
     profile = replace(fake_profile(), dense=whole.dense, config=json.loads(config.to_json_string()))
     profile.save(tmp_path / "p.json")
@@ -440,7 +441,7 @@ def test_predict_counts_the_groups_that_the_export_takes(tmp_path: Path) -> None
     said = run("predict", tmp_path / "plan.json", *given)
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)["predicted"]["weights in w4a16 (MB)"]["plan"]
-    assert found == pytest.approx(predicted(grouped, Quantity("memory", 0), plan) / 1e6)
+    assert found == pytest.approx(grouped.predict(Quantity("memory", 0), plan) / 1e6)
 
 
 def test_the_groups_of_a_plan_follow_from_its_own_widths() -> None:
@@ -449,7 +450,7 @@ def test_the_groups_of_a_plan_follow_from_its_own_widths() -> None:
     plan = family_for(config).plan(config).keep_hidden(range(128))
     for layer in plan.kept_layers:
         plan = plan.with_layer(layer, query_heads=[0, 1], kv_heads=[0, 1])
-    assert ExactCosts.of_plan(config, "w4a16", plan).weights.group == 128
+    assert ExactCosts.of(config, "w4a16", plan=plan).weights.group == 128
     assert ExactCosts.of(config, "w4a16").weights.group == 64
 
 

@@ -118,7 +118,7 @@ def test_loads_and_service_levels_are_read() -> None:
         (["--precision", "1"], "precision is 1; it must be at least 0 and below 1"),
         (["--max-repeats", "2"], "max_repeats is 2; it must be at least repeats, which is 3"),
         (["--max-repeats", "9", "--precision", "0"], "max_repeats is 9, but precision is 0, which takes exactly"),
-        (["--vllm-args", "'"], "cannot be divided into words"),
+        (["--vllm-args", "'"], "cannot be split into words"),
         (
             ["--vllm-args", "--dtype float32"],
             "vllm_args holds --dtype, which the measurement sets itself; use --dtype of",
@@ -672,7 +672,7 @@ def test_an_interrupted_bench_says_where_its_turns_are(
     result = run("bench", folders["pruned"], "--against", folders["dense"], "--serving", "--jsonl", turns,
                  "--prompt-tokens", "24", "--new-tokens", "4")  # fmt: skip
     assert result.exit_code == INTERRUPTED_CODE
-    assert f"What was measured until then is in {turns}." in result.stderr.replace("\n", "")
+    assert f"The samples that were measured are in {turns}." in result.stderr.replace("\n", "")
     assert len(turns.read_text().splitlines()) == 3
     assert fake.up == []
 

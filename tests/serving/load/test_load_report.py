@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.cli.bench import named
+from pyprune.cli.bench import short_names
 from pyprune.runtime.report import PointChart, Report, chart_svg, pareto_front, write_report
 from pyprune.serving.speed.results import COLUMNS, MeasuredModel, Sample, SpeedReport, Workload
 from tests._support.cli import refused, run
@@ -77,7 +77,7 @@ def test_a_report_is_replaced_only_when_asked(folder: Path, tmp_path: Path, monk
     command = ["bench", folder / "plain", "--against", folder / "big", *SMALL]
     quality = ["--ppl", folder / "text.txt", "--protocol", "ppl-128"]
     assert "exists already" in refused(*command, *quality, "--report", folder / "report")
-    assert "it needs the quality: give --ppl" in refused(*command, "--report", tmp_path / "new")
+    assert "so it needs --ppl" in refused(*command, "--report", tmp_path / "new")
     shutil.copytree(folder / "report", tmp_path / "report")
     monkeypatch.setattr("pyprune.serving.speed.measure.measure", lambda *_, **__: timings())
     monkeypatch.setattr("pyprune.cli.bench.loaded_perplexity", lambda *_, **__: 7.5)
@@ -101,9 +101,9 @@ def timings() -> SpeedReport:
 
 
 def test_names_are_short_and_never_the_same() -> None:
-    assert named(["runs/a/out"]) == {"pruned": "runs/a/out"}
+    assert short_names(["runs/a/out"]) == {"pruned": "runs/a/out"}
     paths = ["a/out", "b/out", "c/dense", "out"]
-    assert named(paths) == {"out": "a/out", "out (2)": "b/out", "dense (2)": "c/dense", "out (3)": "out"}
+    assert short_names(paths) == {"out": "a/out", "out (2)": "b/out", "dense (2)": "c/dense", "out (3)": "out"}
 
 
 def test_the_front_leaves_out_what_another_beats_in_everything() -> None:

@@ -211,7 +211,7 @@ def test_options_of_another_engine_are_refused(folder: Path) -> None:
         workload_of(models, engine="llamacpp", quantise="q8", **SIZES)
     files = [folder / name / "model.gguf" for name in ("pruned", "dense")]
     said = refused("bench", files[0], "--against", files[1], "--engine", "llamacpp", "--quantise", "q4_0")
-    assert "--quantise q4_0 is the format in which folders are written" in " ".join(said.split())
+    assert "--quantise q4_0 is the format for folders" in " ".join(said.split())
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
