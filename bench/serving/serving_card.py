@@ -17,14 +17,16 @@ every layer, about 20 % of the parameters less. Unequal: other ones from layer t
   dense model is compared with the same sizes in the pruned architecture, which the plugin serves, and uniform widths,
   a stock model, with unequal ones. And the seconds of the plugin in a process that imported vLLM and Transformers.
 
-A row is appended to --jsonl as soon as it is measured, and not measured again with the same release of vLLM. The
-tables go to stdout, progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or input, 130 stopped with
-Ctrl-C or SIGTERM.
+--shapes takes LLaMA-2's shapes instead, and --engine transformers tries the command without vLLM: both for --part
+engine alone. A row is appended to --jsonl as soon as it is measured. With the same release of vLLM only --again
+measures it again. The tables go to stdout, progress to stderr. Exit codes: 0 all rows are there, 2 a wrong option or
+input, 130 stopped with Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import subprocess
@@ -45,6 +47,7 @@ from bench._machine import machine_of, named_release, serving_environment
 from bench._texts import MODEL_NAME, config_folder
 from bench.serving.serving_card_ideal import machine_rates
 from bench.serving.serving_card_table import STARTED, STARTED_NAMES, card
+from bench.training.shapes import SHAPES
 from pyprune.errors import ConfigError
 from pyprune.fit.profile import DENSE, Timing
 from pyprune.fit.profiling.turns import EngineGroup, longest_sequence
@@ -101,10 +104,19 @@ class Bench:
         from pyprune.fit.profiling.probes import dense_config
 
         self.options, self.records, self.work = options, records, work
-        self.name = Path(options.model).name if options.model else MODEL_NAME
-        self.source = config_folder(options.model, work)
-        self.config = dense_config(self.source)
-        self.quantities = [*(Quantity("prefill", tokens) for tokens in options.prompts), GENERATION]
+        if (options.shapes or options.engine != "vllm") and options.part != ["engine"]:
+            raise ConfigError("--shapes and --engine are for the engine alone; add --part engine.")
+        if options.shapes:
+            self.name, self.source = f"LLaMA's shapes ({options.shapes})", None
+            self.config = copy.deepcopy(SHAPES[options.shapes])
+            self.config.architectures = ["LlamaForCausalLM"]
+            self.config.tie_word_embeddings = True  # as the ideals count the head
+        else:
+            self.name = Path(options.model).name if options.model else MODEL_NAME
+            self.source = config_folder(options.model, work)
+            self.config = dense_config(self.source)
+        self.name += "" if options.engine == "vllm" else f", {options.engine}"
+        self.quantities = [*(Quantity("prefill", tokens) for tokens in options.prompts), options.generation]
         # Longer prompts than the model reads: this changes no shape.
         lengths = [*map(longest_sequence, self.quantities), options.load_prompt + options.load_new_tokens]
         self.config.max_position_embeddings = max(self.config.max_position_embeddings, *lengths)
@@ -118,7 +130,7 @@ class Bench:
     def run(self) -> None:
         """Measure what has no record yet."""
         key = digest(machine_of(self.environment))[:16]
-        if key not in self.records.of("machine"):
+        if not self._is_recorded("machine", key):
             rates = machine_rates(self.plans[DENSE])
             self.records.add({"kind": "machine", "key": key, **rates, "environment": self.environment})
         ways = {"engine": self._engines, "load": self._load, "startup": self._startup}
@@ -126,14 +138,18 @@ class Bench:
             for mode in self.options.mode:
                 ways[part](mode)
 
+    def _is_recorded(self, kind: str, key: str) -> bool:
+        return not self.options.again and key in self.records.of(kind)
+
     def _folder(self, name: str) -> Path:
-        """Return the folder of a model with random weights and the dense model's tokenizer."""
+        """Return the folder of a model with random weights and the dense model's tokenizer, if it has one."""
         from pyprune.checkpoint.tokenizer import load_tokenizer
         from pyprune.fit.profiling.probes import write_probe
 
         folder = self.work / name.replace(" ", "-")
         if not folder.exists():
-            write_probe(self.config, self.plans[name], folder, DTYPE, load_tokenizer(str(self.source)))
+            tokenizer = load_tokenizer(str(self.source)) if self.source else None
+            write_probe(self.config, self.plans[name], folder, DTYPE, tokenizer)
         return folder
 
     def _add(self, kind: str, key: str, mode: str, names: Sequence[str], **figures: Any) -> None:
@@ -153,14 +169,15 @@ class Bench:
         for start in range(0, len(names), step):
             group = names[start : start + step]
             keys = {q: self._key("engine", mode, str(q), group, SEED, o.repeats) for q in self.quantities}
-            keys = {q: key for q, key in keys.items() if key not in self.records.of("engine")}
+            keys = {q: key for q, key in keys.items() if not self._is_recorded("engine", key)}
             if keys:
                 self._group(mode, [DENSE, *group], keys)
 
     def _group(self, mode: str, names: Sequence[str], keys: dict[Quantity, str]) -> None:
-        resident, quantities = not fills_gpu("vllm"), list(keys)
+        engine, quantities, size = self.options.engine, list(keys), self.config.vocab_size
+        resident = not fills_gpu(engine)
         say(f"Timing {', '.join(names)}: {mode}.")
-        with EngineGroup("vllm", DTYPE, quantities, self.config.vocab_size, SEED, eager=mode == "eager") as engines:
+        with EngineGroup(engine, DTYPE, quantities, size, SEED, eager=mode == "eager") as engines:
             folders = {name: self._folder(name) for name in names}
             models = {name: (path, json.loads((path / "config.json").read_text())) for name, path in folders.items()}
             turns: Iterator[Timing] = engines.time_group(
@@ -184,7 +201,7 @@ class Bench:
         options = self._load_options(mode)
         chosen = () if len(self.names) == len(self.plans) else (self.names,)  # keys of runs of all models have no names
         key = self._key("load", mode, asdict(options), *chosen)
-        if key in self.records.of("load"):
+        if self._is_recorded("load", key):
             return
         result = measure_serving({name: self._folder(name) for name in self.names}, options)
         report = result.to_dict()
@@ -224,7 +241,7 @@ class Bench:
 
         starts = self.options.starts
         key = self._key("startup", mode, starts, list(STARTED_NAMES))
-        if key in self.records.of("startup"):
+        if self._is_recorded("startup", key):
             return
         plugin = [plugin_seconds() for _ in range(1 + starts)][1:]  # the first one reads the files
         pruned = self.work / "dense-in-the-pruned-architecture"
@@ -328,11 +345,15 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, read: Any, default: Any, text: str, metavar: str = "N") -> None:
         parser.add_argument(name, type=read, default=default, metavar=metavar, help=text)
 
-    add("--model", str, None, "folder of another dense LLaMA (default: SmolLM2-135M)", "DIR")
+    dense = parser.add_mutually_exclusive_group()
+    dense.add_argument("--model", metavar="DIR", help="folder of another dense LLaMA (default: SmolLM2-135M)")
+    dense.add_argument("--shapes", choices=SHAPES, help="these shapes, which have no tokenizer, for --part engine")
+    parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="for --part engine")
     add("--part", partial(read_names, names=PARTS, what="part"), list(PARTS), f"default: {','.join(PARTS)}", "A,B")
     add("--mode", partial(read_names, names=MODES, what="mode"), list(MODES), f"default: {','.join(MODES)}", "A,B")
     add("--models", str, None, f"besides the dense one, such as '{UNIFORM},{UNEQUAL}' (default: all four)", "A,B")
     add("--prompts", _prompts, [2048, 8192], "tokens of the one prompt; none = generation alone", "A,B")
+    add("--generation", _generation, GENERATION, "sequences x new tokens (default: 64x128)", "BxN")
     add("--repeats", count, 6, "timed turns of each model and workload; three times as many where they are short")
     add("--resident", _resident, 5, "engines loaded at once, about 3 GB each (default: all 5)")
     add("--concurrency", _counts, [1, 4, 16, 64], "requests in flight under load", "A,B")
@@ -342,6 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--load-precision", float, 0.0, "repeat until every ratio's 95%% interval is this narrow (0.02: 2%%)", "X")
     add("--load-requests", count, None, "requests of a turn (default: two rounds, at least 8)")
     add("--starts", count, 5, "counted starts of each server")
+    parser.add_argument("--again", action="store_true", help="measure recorded rows once more")
     parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
     add("--jsonl", Path, RECORDS, "file to append to", "FILE")
     return parser
@@ -353,6 +375,11 @@ def _counts(text: str) -> list[int]:
 
 def _prompts(text: str) -> list[int]:
     return [] if text == "none" else _counts(text)
+
+
+def _generation(text: str) -> Quantity:
+    batch, tokens = map(count, text.split("x"))
+    return Quantity("generation", tokens, batch)
 
 
 def _resident(text: str) -> int:

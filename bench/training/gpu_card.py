@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, in one command of at most 40 minutes.
 
-    make gpu-card                                                # or python -m bench.training.gpu_card
+    make gpu-card
     python -m bench.training.gpu_card --parts kernels,bandwidth           # some parts
     python -m bench.training.gpu_card --small                             # every part in small, on the CPU
 
@@ -11,15 +11,16 @@ For one NVIDIA GPU of 80 GB; nothing is downloaded, and weights are random. Part
   matrices are so large that neither the L2 cache nor launches count (16384 x 11008, all of the groups selected).
 * dress, elder, lora, distil: train_step.py, a whole step of this form at LLaMA-2-7B's shapes, 1 x 2048 tokens,
   next to plain PyTorch loops; measured peaks over predicted ones.
-* serving: dense, shorter and unequally narrower models of the same shapes in vLLM. Left out where vLLM is missing.
+* serving: serving_card.py's engines with dense, shorter and unequally narrower models of the same shapes in vLLM. Left
+  out where vLLM is missing.
 
 Each part is a separate process with a time limit; the others run whatever becomes of it. Figures are appended to
-ops.jsonl, optimizer.jsonl and gpu_card.jsonl in --results, with the device's name. The last table says what ran, what
-was left out, and why.
+ops.jsonl, optimizer.jsonl, serving_card.jsonl and gpu_card.jsonl in --results, with the device's name. The last table
+says what ran, what was left out, and why.
 
---small takes tiny shapes and no GPU: Triton's interpreter for the kernels and two of the ops, the CPU's own kernels for
-whole steps, which would take it minutes, and Transformers in place of vLLM, which takes a minute to start. It shows
-that the command works; its figures mean nothing and go to out/gpu-card.
+--small takes tiny shapes and no GPU: Triton's interpreter for the kernels and two of the ops. Whole steps would take it
+minutes, so they run on the CPU's own kernels. Transformers takes the place of vLLM, which needs a minute to start. It
+shows that the command works; its figures mean nothing and go to out/gpu-card.
 
 Exit codes: 0 every part ran or was left out, 1 one failed or took too long, 2 a wrong option or no GPU, 130 stopped.
 """
@@ -41,6 +42,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from bench._card_plans import UNEQUAL
 from bench._command import exit_status, last_line, read_names
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
@@ -48,7 +50,7 @@ from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.engines import end_group, vllm_installed
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS, TRAIN_STEP = "bench.training.gpu_card_parts", "bench.training.train_step"
+KERNELS, TRAIN_STEP = "bench.training.gpu_card_kernels", "bench.training.train_step"
 STEPS = ("dress", "elder", "lora", "distil")
 LIMITS = {"kernels": 6.0, "bandwidth": 5.5, **dict.fromkeys(STEPS, 4.0), "serving": 10.0}
 """Minutes of each part; 40 with :data:`PATIENCE` for every one."""
@@ -64,8 +66,12 @@ SMALL_ARRAYS = (
 )
 STEP = ("--shapes", "7B", "--batch", "1", "--length", "2048", "--repeats", "3")
 SMALL_STEP = ("--shapes", "tiny", "--batch", "1", "--length", "16", "--repeats", "1")
-SERVING = ("--shapes", "7B")
-SMALL_SERVING = ("--shapes", "tiny", "--engine", "transformers", "--repeats", "1", "--resident", "2")
+CARD = ("bench.serving.serving_card", "--again", "--part", "engine", "--mode", "compiled")
+SERVING = ("--shapes", "7B", "--models", f"25 layers,{UNEQUAL}", "--prompts", "2048", "--repeats", "3")
+SMALL_SERVING = (
+    *("--shapes", "tiny", "--engine", "transformers", "--models", UNEQUAL),
+    *("--prompts", "16", "--generation", "2x4", "--repeats", "1", "--resident", "2"),
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def parts(names: Sequence[str], results: Path, *, small: bool) -> list[Part]:
         return Part(name, words, records, 60 * LIMITS[name], environment | more, left_out)
 
     made = [
-        part("kernels", "gpu_card.jsonl", PARTS, "kernels", *(SMALL_TESTS if small else TESTS)),
+        part("kernels", "gpu_card.jsonl", KERNELS, *(SMALL_TESTS if small else TESTS)),
         part(
             "bandwidth", "ops.jsonl", "bench.kernels.ops", "--no-compile", "--selected", "1",
             *(SMALL_ARRAYS if small else ARRAYS), **({"PYPRUNE_BACKEND": "triton"} if small else {}),
@@ -134,7 +140,7 @@ def parts(names: Sequence[str], results: Path, *, small: bool) -> list[Part]:
             for form in STEPS
         ),
         part(
-            "serving", "gpu_card.jsonl", PARTS, "serving", *(SMALL_SERVING if small else SERVING),
+            "serving", "serving_card.jsonl", *CARD, *(SMALL_SERVING if small else SERVING),
             left_out="" if small or vllm_installed() else "vLLM is not installed",
         ),
     ]  # fmt: skip

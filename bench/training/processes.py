@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench._command import count, exit_status
 from bench._timing import conditions, extra_peak
+from bench.training.shapes import SEVENTY
 from bench.training.train_step import the_model, tokens
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.tokens import Batch
@@ -52,10 +53,6 @@ from pyprune.train.recover import recovery_objective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "processes.jsonl"
 BATCH, LENGTH = 8, 256
-SEVENTY = LlamaConfig(
-    vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-    num_key_value_heads=8,
-)  # fmt: skip
 CONFIG = TrainConfig(
     optimizer="fused_adamw", learning_rate=1e-9, batch_size=BATCH, micro_batch_size=BATCH, max_grad_norm=1.0,
     dtype="bfloat16", memory="full", checkpoint_interval=1_000_000,
@@ -91,8 +88,8 @@ def measure(steps: int) -> dict[str, Any]:
     return {"processes": processes.count(), "whole_bytes": whole, "peak_bytes": peak, "seconds": seconds}
 
 
-def launched(number: int, steps: int) -> dict[str, Any]:
-    """The record of the first of some processes.
+def launch(number: int, steps: int) -> dict[str, Any]:
+    """Start processes; return the record of the first.
 
     Raises:
         PypruneError: they failed.
@@ -107,7 +104,7 @@ def launched(number: int, steps: int) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(found.stdout.strip().splitlines()[-1]))
 
 
-def predicted(number: int) -> TrainingMemory:
+def predict(number: int) -> TrainingMemory:
     """Predict the memory of each process of the training."""
     config = the_model(None)[1].config
     with torch.device("meta"):
@@ -132,8 +129,8 @@ def measured_table(records: Sequence[dict[str, Any]]) -> str:
     return markdown_table(Table("Processes", columns, tuple(rows)))
 
 
-def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
-    """(training, processes, what each holds) of LLaMA-2-70B."""
+def paper_trainings() -> Iterator[tuple[str, int, TrainingMemory]]:
+    """Predict trainings of LLaMA-2-70B: (name, processes, memory of each)."""
     lean = TrainConfig(batch_size=64, micro_batch_size=1, dtype="bfloat16", memory="lean", gradient_checkpointing=True)
     quarter = SEVENTY.num_hidden_layers // 4
     for number in (8, 16, 32):
@@ -144,9 +141,9 @@ def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
             "DReSS, lean": DressObjective(range(SEVENTY.hidden_size // 4), dress),
         }
         for name, objective in regularised.items():
-            yield name, number, _of_seventy(lean, number, objective)
+            yield name, number, _predict_seventy(lean, number, objective)
         for name, config in (("all weights, lean", lean), ("all weights, full", replace(lean, memory="full"))):
-            yield name, number, _of_seventy(config, number)
+            yield name, number, _predict_seventy(config, number)
         for name, place in (("from the dense model", "shares"), ("from the dense model in its files", "files")):
             whole = RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=lean)
             yield f"all weights, lean, {name}", number, _recovery_of_seventy(whole, number, place)
@@ -156,7 +153,7 @@ def on_paper() -> Iterator[tuple[str, int, TrainingMemory]]:
         yield "the same, from the dense model", number, _recovery_of_seventy(taught, number)
 
 
-def _of_seventy(config: TrainConfig, number: int, objective: Objective | None = None) -> TrainingMemory:
+def _predict_seventy(config: TrainConfig, number: int, objective: Objective | None = None) -> TrainingMemory:
     model = _seventy(torch.float32 if config.memory == "full" else torch.bfloat16)
     return training_memory(model, config, objective or Objective(), 2048, **_shared(number))
 
@@ -186,10 +183,10 @@ def _seventy(dtype: torch.dtype) -> PreTrainedModel:
 
 
 def paper_table() -> str:
-    """The table of LLaMA-2-70B, GiB."""
+    """Return the table of LLaMA-2-70B, GiB."""
     rows: list[tuple[Cell, ...]] = [
         (name, str(number), *(f"{getattr(m, part) / 2**30:.1f}" for part in PARTS), f"{m.total / 2**30:.1f}")
-        for name, number, m in on_paper()
+        for name, number, m in paper_trainings()
     ]
     return markdown_table(Table("LLaMA-2-70B", ("training", "processes", *PARTS, "peak of each, GiB"), tuple(rows)))
 
@@ -208,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             about = conditions(torch.device("cpu"))
             records = []
             for number in options.processes:
-                found = launched(number, options.steps) | {"predicted_bytes": predicted(number).total}
+                found = launch(number, options.steps) | {"predicted_bytes": predict(number).total}
                 append_jsonl(options.jsonl, [{**about, **found}])
                 records.append(found)
             print(measured_table(records))

@@ -47,11 +47,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from bench._texts import load_dense
 from bench._timing import Case, Target, conditions, extra_peak, interleave, keep, print_targets, quotient, worst
+from bench.training.shapes import LLAMA_2, SHAPES, SMOLLM2
 from bench.training.step_parts import (
     BACKWARD,
     COPY,
@@ -113,27 +114,6 @@ RECORDS_IN_A_PASS, TOKENS_IN_A_PASS = (4, 8, 16), (1024, 2048, 4096)
 OUT_OF_MEMORY = "out of memory"
 PROFILED = 3
 """Number of steps whose parts are timed."""
-
-
-SMOLLM2 = LlamaConfig(
-    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, tie_word_embeddings=True,
-)  # fmt: skip
-LLAMA_2 = {
-    "7B": LlamaConfig(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
-    "13B": LlamaConfig(
-        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_hidden_layers=40, num_attention_heads=40,
-        num_key_value_heads=40,
-    ),
-}  # fmt: skip
-SHAPES = {
-    "tiny": LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=20, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32,
-    ),
-    **LLAMA_2,
-}  # fmt: skip
-"""Values of --shapes; "tiny" tries the command."""
 RECIPES = ("llama2-7b-dress", "llama2-7b-elder", "llama2-7b-trsp", "llama-7b-moreau")
 GPU = 76 * 2**30
 """Bytes of a GPU of 80 GB that a process can use."""

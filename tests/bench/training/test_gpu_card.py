@@ -13,6 +13,8 @@ from bench._card_plans import UNEQUAL
 from bench.training import gpu_card
 from bench.training.gpu_card import LIMITS, PATIENCE, Part, parts, run_part
 from bench.training.train_step import FORMS, LABELS, LEAN, PLAIN
+from pyprune.fit.profile import DENSE
+from pyprune.runtime.records import RecordFile
 
 NOTHING = ("timeit", "-n", "1", "-r", "1")
 
@@ -36,18 +38,19 @@ def test_every_kind_of_part_runs_in_small(tmp_path: Path, capfd: pytest.CaptureF
     found = rows(capfd.readouterr().out)
     assert {name: cells[0] for name, cells in found.items()} == dict.fromkeys(names, "ran")
     assert status == 0
-    tests, *served = records(tmp_path / "gpu_card.jsonl")
+    (tests,) = records(tmp_path / "gpu_card.jsonl")
+    served = list(RecordFile(tmp_path / "serving_card.jsonl").of("engine").values())
     assert tests["passed"] == 4, "of tests/gpu, in the interpreter"
     assert tests["failures"] == []
-    assert [row["name"] for row in served] == [UNEQUAL]
-    assert all(m["seconds"] > 0 and m["turns"] for row in served for m in row["measured"].values())
+    assert [row["quantity"] for row in served] == ["prefill@16", "generation@2x4"]
+    assert all(row["figures"][name]["seconds"] > 0 for row in served for name in (DENSE, UNEQUAL))
     timed = records(tmp_path / "ops.jsonl")
     assert {row["op"] for row in timed if row["implementation"] == "triton"} == {"perturb", "slice_gather"}
     steps = records(tmp_path / "optimizer.jsonl")
     assert {row["op"] for row in steps} == {LABELS["dress"]}
     (lean,) = [row for row in steps if row["implementation"] == LEAN]
     assert lean["peak_bytes"] == pytest.approx(lean["predicted_bytes"], rel=0.1)
-    assert all(row["device"] for row in (tests, *served, *timed, *steps))
+    assert all(row["device"] for row in (tests, *timed, *steps, *(row["environment"] for row in served)))
 
 
 def test_all_of_it_takes_at_most_40_minutes(tmp_path: Path) -> None:
@@ -113,8 +116,7 @@ def test_without_vllm_serving_is_left_out(
 def test_kernels_that_no_test_tried_are_a_failure(tmp_path: Path) -> None:
     file = tmp_path / "gpu_card.jsonl"
     words = (
-        "bench.training.gpu_card_parts",
-        "kernels",
+        "bench.training.gpu_card_kernels",
         "tests/gpu",
         "-k",
         "group_soft_threshold",

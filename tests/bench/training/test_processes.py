@@ -27,8 +27,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_paper_every_training_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """With four small layers in place of LLaMA's eighty."""
     monkeypatch.setattr(bench, "SEVENTY", LlamaConfig(**SHAPES.to_dict() | {"num_hidden_layers": 4}))
-    rows = list(bench.on_paper())
-    monkeypatch.setattr(bench, "on_paper", lambda: iter(rows))
+    rows = list(bench.paper_trainings())
+    monkeypatch.setattr(bench, "paper_trainings", lambda: iter(rows))
     found = {(name, number): memory for name, number, memory in rows}
     assert {number for _, number in found} == {8, 16, 32}
     for name, number in found:
@@ -43,18 +43,18 @@ def test_on_paper_every_training_is_divided(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_peak_of_one_process_is_near_what_is_predicted() -> None:
     found = bench.measure(3)
     assert (found["processes"], len(found["seconds"])) == (1, 2), "the first step is not timed"
-    assert found["peak_bytes"] == pytest.approx(bench.predicted(1).total, rel=0.1)
-    assert bench.predicted(2).total < 0.75 * bench.predicted(1).total
+    assert found["peak_bytes"] == pytest.approx(bench.predict(1).total, rel=0.1)
+    assert bench.predict(2).total < 0.75 * bench.predict(1).total
 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_record_and_a_row_for_each_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launched(number: int, steps: int) -> dict[str, Any]:
+    def launch(number: int, steps: int) -> dict[str, Any]:
         return {"processes": number, "peak_bytes": 8_000_000 // number, "seconds": [1.0 * steps], "whole_bytes": 1}
 
-    monkeypatch.setattr(bench, "launched", launched)
+    monkeypatch.setattr(bench, "launch", launch)
     path = tmp_path / "records.jsonl"
     assert bench.main(["--processes", "1,2", "--steps", "3", "--jsonl", str(path)]) == 0
     records = [json.loads(line) for line in path.read_text().splitlines()]
