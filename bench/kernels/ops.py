@@ -1,18 +1,19 @@
 """Time the kernels against eager torch, torch.compile and their memory ceiling.
 
-    python -m bench.kernels.ops [--rows 4096] [--cols 11008] [--repeats 9] [--ops OP ...] [--dtypes DTYPE ...]
-                        [--selected 0.25] [--no-compile]
+    python -m bench.kernels.ops [--rows 4096] [--cols 11008] [--ops OP ...] [--dtypes DTYPE ...]
 
 The ceiling of an op is an in-place probe over arrays of the same size with the same read and write streams and almost
-no arithmetic, in the same run: for each op ops_cases.py says which. Two are exceptions: ``perturb`` is compared with a
-plain copy, ``slice_gather`` with a copy of the rows that it reads; and where an op returns new tensors (the gradients
-of ``residual_diff_norm``, the LayerNorm's output) its ceiling allocates them too. ``group_penalty`` and
+no arithmetic, in the same run: for each op ops_cases.py says which. There are two exceptions: ``perturb`` is compared
+with a plain copy, ``slice_gather`` with a copy of the rows that it reads. Where an op returns new tensors (gradients of
+``residual_diff_norm``, the LayerNorm's output), its ceiling allocates them too. ``group_penalty`` and
 ``group_soft_threshold`` work on the last quarter of the groups. Of 4096 x 11008 that is 45 MB, which large last-level
-caches hold in part, so on a CPU other data fills the caches before each of their cases, untimed, and all of them come
-from memory; on a GPU --selected 1 does that. All implementations of an op, in all dtypes, are interleaved; arrays are
-freed after each op. Every sample is appended to bench/results/ops.jsonl, the table shows medians with their median
-absolute deviation, shares and ratios are medians over the rounds, and the targets come last. An op whose kernel
-disagrees with the reference, in any of the timed modes, is not timed; the others are, and the exit status is 1.
+caches hold in part. On a CPU other data therefore fills the caches before each of their cases, untimed, so that all of
+them come from memory; on a GPU --selected 1 does that.
+
+All implementations of an op, in all dtypes, are interleaved; arrays are freed after each op. A summary of each case is
+appended to bench/results/ops.jsonl. The table shows medians with their median absolute deviation; shares and ratios are
+medians over the rounds, and the targets come last. An op whose kernel disagrees with the reference, in any of the timed
+modes, is not timed; the others are, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,7 +56,9 @@ COLUMN_NOTES = {
 }
 """Why columns of a matrix beyond the caches cannot be as fast as rows."""
 CEILING_NOTES = {("moreau_step",): "two sums of squares in float64 beside the streams"}
-"""What an op does that its ceiling does not."""
+"""Work of an op that its ceiling does not do."""
+DTYPE_NOTES = {("regularised_adamw",): "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16"}
+"""Why bfloat16 cannot be 1.6 times as fast."""
 
 
 def kernel_cases(all_cases: Iterable[Case], setting: Setting, ops: Sequence[str], dtype: str) -> list[Case]:
@@ -63,73 +66,54 @@ def kernel_cases(all_cases: Iterable[Case], setting: Setting, ops: Sequence[str]
     return [c for c in all_cases if c.op in ops and c.dtype == dtype and c.implementation == setting.kernel]
 
 
-def _names(ops: Sequence[str]) -> str:
-    return ", ".join(ops)
-
-
-def ceiling_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Shares of the ceiling, without the column groups, which have a target of their own."""
-    result = []
+def judged_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
+    """Judge the ops with targets: share of the ceiling, bfloat16 over float32, and columns over rows (in float32)."""
+    shares, rates, ratios = [], [], []
+    rows, columns = AXES
     for ops in JUDGED:
-        chosen = [c for c in kernel_cases(all_cases, setting, ops, "float32") if "column" not in c.variant]
-        shares = {f"{c.op} {c.variant}": c.share for c in chosen if c.share is not None}
-        note = CEILING_NOTES.get(ops, "")
-        result.append(worst(f"{_names(ops)}, float32, share of the ceiling", 0.9, shares, note=note))
-    return result
-
-
-def dtype_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """bfloat16 against float32, elements a second, rows."""
-    result = []
-    for ops in JUDGED:
-        wide = kernel_cases(all_cases, setting, ops, "float32")
+        wide = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "float32")}
         narrow = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "bfloat16")}
-        rates = {
-            f"{c.op} {c.variant}": ratio
-            for c in wide
-            if (ratio := quotient(c, narrow.get((c.op, c.variant)))) is not None and "column" not in c.variant
-        }
-        note = (
-            "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16"
-            if ops == ("regularised_adamw",)
-            else ""
-        )
-        result.append(worst(f"{_names(ops)}, rate of bfloat16 over float32", 1.6, rates, note=note))
-    return result
-
-
-def axis_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Time of column groups over row groups, float32."""
-    result = []
-    for ops in JUDGED:
-        chosen = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "float32")}
-        rows, columns = AXES
+        # Column groups have a target of their own.
+        others = {key: case for key, case in wide.items() if "column" not in case.variant}
+        share = {" ".join(key): case.share for key, case in others.items()}
+        shares.append(_worst(ops, "float32, share of the ceiling", 0.9, share, CEILING_NOTES))
+        rate = {" ".join(key): quotient(case, narrow.get(key)) for key, case in others.items()}
+        rates.append(_worst(ops, "rate of bfloat16 over float32", 1.6, rate, DTYPE_NOTES))
         pairs = {
-            f"{op} {variant}": (case, over)
-            for (op, variant), case in chosen.items()
-            if variant.startswith(columns) and (over := chosen.get((op, variant.replace(columns, rows)))) is not None
+            f"{op} {variant}": (case, wide.get((op, variant.replace(columns, rows))))
+            for (op, variant), case in wide.items()
+            if variant.startswith(columns)
         }
-        ratios = {name: ratio for name, pair in pairs.items() if (ratio := quotient(*pair)) is not None}
-        note = COLUMN_NOTES.get(ops, "")
+        ratio = {name: quotient(*pair) for name, pair in pairs.items()}
         # Pieces of rows are slower to read than whole ones, for any kernel.
-        apart = [(case.ceiling, over.ceiling) for case, over in pairs.values() if case.ceiling is not over.ceiling]
-        probes = [quotient(*pair) for pair in apart]
-        if found := [ratio for ratio in probes if ratio is not None]:
-            note += f"; the ceilings themselves: {max(found):.2f} at most"
-        result.append(worst(f"{_names(ops)}, columns over rows", 1.5, ratios, at_least=False, note=note))
-    return result
+        ceilings = [(case.ceiling, over.ceiling) for case, over in pairs.values() if over is not None]
+        probes = [quotient(*pair) or 0.0 for pair in ceilings if pair[0] is not pair[1]]
+        note = f"; the ceilings themselves: {max(probes):.2f} at most" if any(probes) else ""
+        ratios.append(_worst(ops, "columns over rows", 1.5, ratio, COLUMN_NOTES, note, at_least=False))
+    return [*shares, *rates, *ratios]
+
+
+def _worst(
+    ops: Sequence[str],
+    figure: str,
+    limit: float,
+    ratios: Mapping[str, float | None],
+    notes: Mapping[tuple[str, ...], str],
+    more: str = "",
+    at_least: bool = True,
+) -> Target:
+    measured = {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    note = notes.get(tuple(ops), "") + more
+    return worst(f"{', '.join(ops)}, {figure}", limit, measured, at_least=at_least, note=note)
 
 
 def thread_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
     """Columns that lie together, on all threads and on one: the selection has to be shared, not the matrix."""
     chosen = [c for c in kernel_cases(all_cases, setting, SELECTED, "float32") if c.variant == "columns, l2"]
-    ratios = {
-        f"{c.op} {c.variant}": ratio
-        for c in chosen
-        if (ratio := quotient(find(all_cases, c.op, c.dtype, c.variant, ONE_THREAD), c)) is not None
-    }
+    alone = {c.op: quotient(find(all_cases, c.op, c.dtype, c.variant, ONE_THREAD), c) for c in chosen}
+    ratios = {f"{c.op} {c.variant}": ratio for c in chosen if (ratio := alone[c.op]) is not None}
     share = f"last {setting.selected:.0%} of the columns"
-    return [worst(f"{_names(SELECTED)}, float32, {share}, times faster than on one thread", 1.25, ratios)]
+    return [worst(f"{', '.join(SELECTED)}, float32, {share}, times faster than on one thread", 1.25, ratios)]
 
 
 def other_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
@@ -175,7 +159,7 @@ def gpu_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
     measured = {c.op for c in all_cases}
     return [
         worst(
-            f"{_names(ops)}, {dtype}, share of the copy bandwidth", 0.85,
+            f"{', '.join(ops)}, {dtype}, share of the copy bandwidth", 0.85,
             {f"{c.op} {c.variant}": c.speed / copy.speed for c in kernel_cases(all_cases, setting, ops, dtype)},
         )
         for ops in (*JUDGED, *((op,) for op in OPS if not any(op in judged for judged in JUDGED)))
@@ -210,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--selected",
         type=float,
         default=0.25,
-        help=f"share of the groups for {_names(SELECTED)}; an even number of columns",
+        help=f"share of the groups for {', '.join(SELECTED)}; an even number of columns",
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
@@ -240,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
     print(f"{options.rows} x {options.cols}, {about['threads']} threads, {about['device']}\n")
     print_table(measured)
-    groups = (ceiling_targets, other_targets, dtype_targets, axis_targets, thread_targets, gpu_targets)
+    groups = (judged_targets, thread_targets, other_targets, gpu_targets)
     print_targets([target for make in groups for target in make(measured, setting)])
     if refused:
         sys.exit("\n".join(refused))

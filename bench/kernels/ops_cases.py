@@ -52,7 +52,7 @@ def into(function: Callable[..., Tensor], x: Tensor, *args: object) -> None:
     x.copy_(function(x, *args))
 
 
-def stepped(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
+def step_result(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
     """The displacement after ``moreau_step``, which changes it in place."""
     moreau_step(delta, grad, gamma, rho, eta, axis)
     return delta
@@ -81,12 +81,12 @@ def moreau_cases(s: Setting, dtype: str) -> list[Case]:
     for groups, eta in (("plain step", 0.0), ("rows", 1.0)):
         apart = run_on_backend(s.kernel, sums_apart, x, grad, **step, eta=eta, axis=0)
         result.append(Case(op, dtype, groups, "sums apart", apart, traffic, ceiling))
-    s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
+    s.check(op, dtype, partial(step_result, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
     s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2, rtol=1e-5)
     plain = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
     result.append(Case(op, dtype, "plain step", s.kernel, plain, traffic, ceiling))
     for axis, groups in enumerate(AXES):
-        s.check(op, dtype, partial(stepped, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
+        s.check(op, dtype, partial(step_result, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
         s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2, rtol=1e-5)
         ours = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
         result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
@@ -186,7 +186,7 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
             "eager": partial(eager_threshold_, w, index, axis),
             **({ONE_THREAD: run_on_one_thread(ours)} if s.shared and groups == "columns" else {}),
         }
-        s.check(op, dtype, partial(_thresholded, axis=axis))
+        s.check(op, dtype, partial(_threshold, axis=axis))
         result += [
             ceiling,
             *(case(op, variant=f"{groups}, l2", implementation=n, call=c, ceiling=ceiling) for n, c in calls.items()),
@@ -194,7 +194,7 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
     return result
 
 
-def _thresholded(w: Tensor, axis: int) -> Tensor:
+def _threshold(w: Tensor, axis: int) -> Tensor:
     return group_soft_threshold(w, last(w, axis), axis, 0.25)
 
 

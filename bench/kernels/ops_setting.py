@@ -4,13 +4,13 @@ A ceiling is an in-place probe with the op's read and write streams over arrays 
 the bytes as 32-bit integers, because torch converts every 16-bit number on the way.
 
 What only reads is compared with :func:`read`, a reduction. Its GB/s are about half of an in-place probe's, which count
-every byte twice: on the CPUs measured a pass that reads takes as long as one that also writes back, to within a tenth,
-whether torch reduces (sum, amax, norm, dot) or an AVX-512 loop with prefetches does. So it is a ceiling.
+every byte twice. On the CPUs measured a pass that reads takes as long as one that also writes back, to within a tenth.
+This holds for torch's reductions (sum, amax, norm, dot) and for an AVX-512 loop with prefetches, so it is a ceiling.
 
 ``group_penalty`` and ``group_soft_threshold`` work on a part of a matrix. Large last-level caches hold some of it, and
 what a case finds there would depend on the case before it. On a CPU each of their cases starts after an untimed pass
 that fills the caches with other data (:attr:`Setting.cold`): the figures are those of arrays that come from memory. On
-a GPU a case runs several times a sample, each time after itself and over as many bytes as its ceiling, so that both
+a GPU a case runs several times a sample, each time after itself. It moves as many bytes as its ceiling, so that both
 find the same in the L2 cache. Evicting it would leave one call a sample, which is too short to time; --selected 1 is
 larger than the cache.
 """

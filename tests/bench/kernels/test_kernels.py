@@ -203,7 +203,7 @@ def _arrays(case: Case) -> list[torch.Tensor]:
     return found
 
 
-def test_peaks_are_the_allocators(self) -> None:
+def test_peaks_are_the_allocators() -> None:
     def work() -> None:
         kept = torch.empty(1_000_000)
         for _ in range(3):
