@@ -63,7 +63,7 @@ def environment_of(profile: Profile, path: Path, instead: str) -> dict[str, Any]
     environment = environment_record(this_machine(profile.machine["device"])["device"])
     there, here = profiled_on(profile), machine_of(environment)
     if there != here:
-        raise ConfigError(f"{path} was measured on {named(there)}; this is {named(here)}. {instead}")
+        raise ConfigError(f"{path} was measured on {machine_label(there)}; this is {machine_label(here)}. {instead}")
     return environment
 
 
@@ -83,7 +83,7 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def named(machine: Machine) -> str:
+def machine_label(machine: Machine) -> str:
     """Return a machine as a cell of a table."""
     device, cpus, isa = machine
     return f"{device} ({cpus} CPUs{', AMX' if 'amx_bf16' in isa else ''})"

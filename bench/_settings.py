@@ -105,7 +105,7 @@ def elder_options(name: str) -> ElderOptions:
     return own_options(preset(name), ElderOptions)
 
 
-def recommended(settings: Settings) -> PruneConfig:
+def default_config(settings: Settings) -> PruneConfig:
     """The package's default, with the demo's share of the layers and the dtype that it computes in."""
     options = elder_options("elder")
     training = replace(options.train, dtype=settings.compute_dtype)
@@ -126,7 +126,7 @@ def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:
 
 def choice(settings: Settings, layers: tuple[int, ...] = ()) -> PruneConfig:
     """The options of stage 1, or of leaving it out because the layers are chosen already."""
-    base = recommended(settings)
+    base = default_config(settings)
     return replace(base, options=replace(own_options(base, ElderOptions), gates=settings.gates, layers=layers))
 
 
@@ -135,7 +135,7 @@ def make_arms(layers: tuple[int, ...], settings: Settings) -> tuple[Arm, ...]:
 
     The last one is the package's default, which is served.
     """
-    base = recommended(settings)
+    base = default_config(settings)
     options = own_options(base, ElderOptions)
     training = shared_training(settings)
     default = replace(

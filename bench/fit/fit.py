@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._command import exit_status, read_names, seeds
-from bench._machine import compare_with_dense, environment_of, machine_of, named
+from bench._machine import compare_with_dense, environment_of, machine_label, machine_of
 from bench._quality import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
@@ -156,7 +156,7 @@ class Bench:
         self, fitting: Fitting, budget: Budget, plan: PrunePlan, seconds: float, key: str, arm: str, seed: int
     ) -> None:
         quantity = budget.quantities[0]
-        measured = self._measured(fitting, plan, seed)
+        measured = self._figures(fitting, plan, seed)
         write_text(self._plan_file(key), plan.to_json())
         row = {
             "kind": "row",
@@ -181,7 +181,7 @@ class Bench:
         self.records.add(row)
         say(f"{budget}, {arm}, seed {seed}: {row['perplexity']}")
 
-    def _measured(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
+    def _figures(self, fitting: Fitting, plan: PrunePlan, seed: int) -> dict[str, Any]:
         """Return parameters and perplexities of a reconstructed plan, from another row if that has the same plan."""
         name = digest(plan.to_dict())
         alike = (r for r in _alike(self.records) if (r["plan_digest"], r["seed"]) == (name, seed))
@@ -299,7 +299,7 @@ def _alike(records: RecordFile) -> list[dict[str, Any]]:
 
 def _limit(row: Mapping[str, Any]) -> tuple[str, str, int]:
     """Return engine and machine, budget and seed of a row: its arms are compared within them."""
-    where = f"{row['engine']}, {named(machine_of(row['environment']))}" if "engine" in row else "counted"
+    where = f"{row['engine']}, {machine_label(machine_of(row['environment']))}" if "engine" in row else "counted"
     return where, row["budget"], row["seed"]
 
 

