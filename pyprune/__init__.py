@@ -6,7 +6,7 @@ The verbs read and write checkpoint folders, as the commands of the same names d
 * :func:`fit`, :func:`sweep`: a dense model and a budget -> the best checkpoint that keeps it, or a table of several;
 * :func:`evaluate`, :func:`bench`: quality, and speed of several models side by side;
 * :func:`build_config`, :func:`build_recovery`: preset, recipe and options -> one checked configuration;
-* :class:`PrunePlan`: what stays; saved, edited and replayed.
+* :class:`PrunePlan`: the parts that are kept; saved, edited and replayed.
 
 ``prune_``, ``recover_``, ``compact_`` and ``mask_`` change a model in memory, in place. ``examples/`` has scripts.
 

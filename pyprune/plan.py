@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What stays of one kept layer. An empty tuple means that the whole sub-block is skipped.
+    """The kept parts of one layer. An empty tuple means that the whole sub-block is skipped.
 
     Attributes:
         index: the layer's index in the dense model.
@@ -78,7 +78,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What stays of a model. Frozen; the methods below return new plans.
+    """The kept parts of a model. Frozen; the methods below return new plans.
 
     Attributes:
         model_type: the dense model's ``config.model_type``.
@@ -130,7 +130,7 @@ class PrunePlan:
         kv_heads: Sequence[int] | None = None,
         ffn: Sequence[int] | None = None,
     ) -> Self:
-        """Set what stays of one layer (None leaves that axis as it is).
+        """Set the kept parts of one layer (None leaves that axis as it is).
 
         Raises:
             PlanError: the layer is not in the plan.

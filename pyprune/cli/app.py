@@ -16,8 +16,8 @@ from pyprune.cli.options import options
 from pyprune.cli.profile import predict, profile
 from pyprune.cli.prune import prune
 from pyprune.cli.rework import reconstruct, recover
+from pyprune.cli.robustness import robustness
 from pyprune.cli.serve import export, serve
-from pyprune.cli.study import robustness
 from pyprune.errors import LONGEST_NAME
 
 LONGEST_ARGUMENT = 100_000
