@@ -36,7 +36,7 @@ QUANTISED_PER_ELEMENT = 8
 
 
 def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
-    """The configuration of a local checkpoint, compared with its weight files, and the shapes it asks for.
+    """Read the configuration of a local checkpoint, compared with its weight files, and the shapes it asks for.
 
     Returns:
         (configuration, parameter name -> shape). A tied head has no entry; one that is stored with other values than
@@ -50,32 +50,32 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     refuse_adapter(Path(folder))
     with actionable(source):
         config, model = checked_config(source, {"trust_remote_code": False})
-        if config.tie_word_embeddings and _has_own_head(Path(folder), config):
+        if config.tie_word_embeddings and _has_untied_head(Path(folder), config):
             config.tie_word_embeddings = False
         elif config.tie_word_embeddings:
             model.tie_weights()
         return config, parameter_shapes(model)
 
 
-def _has_own_head(folder: Path, config: PretrainedConfig) -> bool:
-    """Whether a folder's safetensors hold a head with other values than the embedding."""
+def _has_untied_head(folder: Path, config: PretrainedConfig) -> bool:
+    """Check whether a folder's safetensors hold a head with other values than the embedding."""
     if not has_safetensors(folder):
         return False
     rows = dense_family(config).rows
     vocabulary = [row for row in rows if row.axes == ("vocab", "hidden")]
-    files, found = TensorFiles(folder), {}
+    files, names = TensorFiles(folder), {}
     for name in files.names():
         for row in vocabulary:
             if row.regex.match(name) or row.regex.match(f"model.{name}"):  # the decoder alone may be stored
-                found[row.role] = name
-    if len(found) < 2:
+                names[row.role] = name
+    if len(names) < 2:
         return False
-    head = files.read(found["head"])
-    return not torch.equal(head, files.read(found["embedding"]).to(head.dtype))
+    head = files.read(names["head"])
+    return not torch.equal(head, files.read(names["embedding"]).to(head.dtype))
 
 
 def read_generation_config(folder: str | Path) -> GenerationConfig | None:
-    """generation_config.json of a local checkpoint, or None where it has none.
+    """Read generation_config.json of a local checkpoint; None where it has none.
 
     Raises:
         CheckpointError: it is damaged.
@@ -87,7 +87,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig | None:
 
 
 def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> tuple[PretrainedConfig, Any]:
-    """The configuration, compared with what pyprune knows and, of a local folder, with what its weight files hold.
+    """Read a configuration and compare it with the known families and, of a local folder, with the weight files.
 
     Returns:
         (configuration, the model on the meta device; None of a hub id, and where the checkpoint brings its own code).
@@ -103,7 +103,7 @@ def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool =
         )
     if is_exported_quantisation(raw):
         elements *= QUANTISED_PER_ELEMENT
-    config = config_of(source, **options)
+    config = load_config(source, **options)
     check_model_type(config.model_type)
     if not local or options["trust_remote_code"]:
         return config, None
@@ -111,7 +111,7 @@ def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool =
 
 
 def checked_values(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> Mapping[str, Any]:
-    """config.json as plain data, of a known model type and with sizes that a model may have."""
+    """Read config.json as plain data; refuse unknown model types and sizes that no model has."""
     local = os.path.isdir(source)
     raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
     _refuse_wrapper(raw, source)
@@ -122,7 +122,7 @@ def checked_values(source: str, options: Mapping[str, Any], *, quantised: bool =
 
 
 def read_gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration in a GGUF file whose lengths, counts and tensors have been compared with the file."""
+    """Read the configuration in a GGUF file, after its lengths, counts and tensors were compared with the file."""
     local = os.path.isdir(source)
     path = os.path.join(source, gguf_file) if local else cached_file(source, gguf_file, revision=options["revision"])
     header: GgufHeader = read_gguf_header(Path(str(path)))
@@ -136,15 +136,15 @@ def read_gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) ->
     return config
 
 
-def config_of(source: str, **options: Any) -> Any:
-    """The configuration of a folder or hub id; with ``per_layer_config``, that of the pruned architecture.
+def load_config(source: str, **options: Any) -> Any:
+    """Load the configuration of a folder or hub id; with ``per_layer_config``, that of the pruned architecture.
 
     Args:
         source: folder or hub id.
         options: revision and trust_remote_code.
 
     Raises:
-        ValueError: config.json holds a value of the wrong kind, or sizes per layer that the architecture has not.
+        ValueError: config.json holds a value of the wrong kind, or sizes per layer that the architecture lacks.
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
@@ -152,12 +152,12 @@ def config_of(source: str, **options: Any) -> Any:
             return config_with_sizes_per_layer(values)
         return AutoConfig.from_pretrained(source, **options)
     except (AttributeError, TypeError) as error:
-        # Only config.json is read here: this is what Transformers makes of a list where a mapping belongs.
+        # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
 
 
 def is_folder(source: str) -> bool:
-    """Whether a checkpoint is a local folder; what is neither that nor may be a hub id is refused."""
+    """Check whether a checkpoint is a local folder; refuse a name that can be neither that nor a hub id."""
     if os.path.isdir(source):
         return True
     if os.path.isabs(source) or source.startswith(("./", "../")) or os.path.lexists(source):
@@ -171,13 +171,13 @@ def check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
     if gguf_file is not None and not os.path.isfile(folder / gguf_file):
         raise CheckpointError(f"{folder} has no file {shown(gguf_file)}.")
     if os.path.isfile(folder / GENERATION):
-        read_mapping(folder / GENERATION)  # Transformers leaves a damaged one out in silence
+        read_mapping(folder / GENERATION)  # Transformers ignores a damaged one without a warning
     if has_record(folder):
         read_pruning_json(folder, verify_files=verify)
 
 
 def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
-    """Say of a text model with a tower beside it what it is; neither its type nor its names are those of its text."""
+    """Refuse a model of several parts by saying so; neither its type nor its names are those of its text model."""
     text = raw.get("text_config")
     if isinstance(text, Mapping):
         towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))

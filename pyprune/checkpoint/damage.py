@@ -1,4 +1,4 @@
-"""Turn what a bad checkpoint makes Transformers and its libraries raise into errors that a person can act on."""
+"""Translate errors that Transformers raises on bad checkpoints into actionable ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pyprune.runtime.limits import one_line
 
 
 def named(source: str) -> str:
-    """A path or hub id for a message: as it is, unless it is very long or would not stay on one line."""
+    """Return a path or hub id for a message: unchanged, unless it is very long or would not stay on one line."""
     return source if source.isprintable() and len(source) <= 300 else shown(source)
 
 
 def read_mapping(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
-    """A JSON file that holds one object, such as tokenizer.json.
+    """Read a JSON file that holds one object, such as tokenizer.json.
 
     Raises:
-        CheckpointError: it holds something else, or is cut off; the message names the file.
+        CheckpointError: it is no JSON object, is truncated, or cannot be read; the message names the file.
     """
     try:
         data = read_json(path, limit)
@@ -45,10 +45,10 @@ def read_mapping(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def actionable(source: str) -> Iterator[None]:
-    """Turn whatever Transformers and what it calls raise on a bad checkpoint into one CheckpointError.
+    """Turn any error of Transformers and its libraries on a bad checkpoint into one CheckpointError.
 
-    A damaged file can make those libraries raise anything: Rust code even panics, which is no Exception. What pyprune
-    raises itself passes, and so do Ctrl-C and the end of the process.
+    A damaged file can make those libraries raise anything: Rust code even panics, which is no Exception.
+    Errors of pyprune pass unchanged, and so do Ctrl-C and the end of the process.
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -93,7 +93,7 @@ def _refuse(source: str, error: BaseException) -> None:
     if _lacks_bytes(error):
         advice = "The files are truncated or damaged; fetch or write the checkpoint again."
     else:
-        text = _of_validation(text)
+        text = _validation_problem(text)
         advice = "Correct that value, or take the files that the model's authors published."
     raise CheckpointError(f"{name} could not be read: {text} {advice}") from error
 
@@ -103,14 +103,14 @@ VALIDATED = re.compile(r"Strict\w+ \((?:Class v|V)alidation error for (?:validat
 MISMATCHED = "You set `ignore_mismatched_sizes` to `False`"
 
 
-def _of_validation(text: str) -> str:
-    """Say what was wrong with a value, without the names of the classes that found it."""
+def _validation_problem(text: str) -> str:
+    """Return the problem of a value, without the names of the classes that report it."""
     if text.startswith(MISMATCHED):
         return "Its weights have other shapes than the sizes in config.json."
-    found = VALIDATED.fullmatch(text)
-    if found is None:
+    match = VALIDATED.fullmatch(text)
+    if match is None:
         return text
-    reason = re.sub(r"^\w+Error: ", "", found[2]).removesuffix(".")
+    reason = re.sub(r"^\w+Error: ", "", match[2]).removesuffix(".")
     return f"config.json: {reason}."
 
 
@@ -125,13 +125,13 @@ def _lacks_bytes(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """A library's error in one line of bounded length, with its type where the text alone says too little."""
+    """Return a library's error in one line of bounded length, with its type where the text alone is unclear."""
     sentence = isinstance(error, KeyError) and " " in str(error)  # of Transformers, not a missing name
     text = one_line(str(error.args[0]) + "." if sentence else str(error))
-    speaks = sentence or (isinstance(error, (OSError, ValueError, RuntimeError)) and text)
-    return text if speaks else f"{type(error).__name__} ({text})."
+    clear = sentence or (isinstance(error, (OSError, ValueError, RuntimeError)) and text)
+    return text if clear else f"{type(error).__name__} ({text})."
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is a panic of Rust code, which pyo3 raises as an exception that is no Exception."""
+    """Check whether an error is a panic of Rust code, which pyo3 raises as an exception that is no Exception."""
     return type(error).__name__ == "PanicException"

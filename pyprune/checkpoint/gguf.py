@@ -1,7 +1,7 @@
-"""The header of a GGUF file, read within the bounds of the file.
+"""Read the header of a GGUF file within the bounds of the file.
 
-The readers of gguf and Transformers believe every length and count in a file: a damaged one sends them through 2^60
-steps, and blocks beyond ``block_count`` are dropped without a word. So the header is walked through here first.
+The readers of gguf and Transformers trust every length and count in a file: a damaged one sends them through 2^60
+steps, and they drop blocks beyond ``block_count`` silently. Therefore the header is checked here first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LONGEST_LIST = 4096
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file holds.
+    """The header of a GGUF file.
 
     Attributes:
         path: the file.
@@ -72,7 +72,7 @@ class _Walk:
         self.order = "<"
 
     def header(self) -> GgufHeader:
-        """Everything, from the first byte on."""
+        """Read and check the whole header."""
         if self._take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self._take(4)
@@ -109,7 +109,7 @@ class _Walk:
         return self._name(), self._value(self._number("I"))
 
     def _value(self, kind: int) -> Any:
-        """A number, a text or a short list of numbers; another array is passed over."""
+        """Read a number, a text or a short list of numbers; skip any other array."""
         if kind == STRING:
             return self._text()
         if kind == ARRAY:
@@ -138,7 +138,7 @@ class _Walk:
             raise ValueError(f"a list in it is of the unknown type {kind}")
 
     def _tensors(self, count: int, facts: dict[str, Any]) -> dict[str, int]:
-        """Name -> elements; the data lies in the file, and no two tensors share it."""
+        """Return name -> elements; refuse data beyond the end of the file, and tensors that share data."""
         sizes: dict[str, int] = {}
         spans = []
         for _ in range(count):
@@ -165,18 +165,18 @@ class _Walk:
 
     def _blocks(self, facts: dict[str, Any], tensors: dict[str, int]) -> int:
         claimed = facts.get(f"{facts.get('general.architecture')}.block_count")
-        found = {int(match[1]) for name in tensors if (match := BLOCK.match(name))}
-        if type(claimed) is not int or found != set(range(claimed if claimed <= len(tensors) else 0)):
+        blocks = {int(match[1]) for name in tensors if (match := BLOCK.match(name))}
+        if type(claimed) is not int or blocks != set(range(claimed if claimed <= len(tensors) else 0)):
             raise CheckpointError(
                 f"{self.path} says that it has {shown(claimed)} blocks (block_count), but its tensors belong to "
-                f"{len(found)}, the last being block {max(found, default=-1)}; layers would be dropped or made up. "
+                f"{len(blocks)}, the last being block {max(blocks, default=-1)}; layers would be dropped or made up. "
                 "The file is damaged, or one of several parts; fetch it again."
             )
         return claimed
 
 
 def _bytes(kind: int, elements: int) -> int:
-    """Size of a tensor's data."""
+    """Return the size of a tensor's data."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""The configuration of a GGUF file: what Transformers leaves out of its metadata is read, and every key compared.
+"""Complete the configuration of a GGUF file with the metadata that Transformers ignores, and compare every key.
 
 Transformers takes sizes and norms. Scaled rotary positions, factors on scores and logits, windows and head sizes of
 some architectures keep the defaults of their configuration class, whatever the file says. Here they are set, and then
-each key that changes a logit is compared with the configuration. A file is read as what it is, or refused by the key's
-name.
+each key that changes a logit is compared with the configuration. A file is read as its keys say, or refused by the
+name of a key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 LLAMA3_CONTEXTS = (8192, 4096, 2048, 1024, 512, 256, 128, 64, 32)
 """Context lengths before scaling that are tried; all releases of LLaMA 3 have the first."""
 GEMMA3_PERIOD, GEMMA3_LAYERS_OF_27B, GEMMA3_THETA = 6, 62, 10000.0
-"""What llama.cpp takes where a file of Gemma 3 says nothing."""
+"""Values of llama.cpp where a file of Gemma 3 has no key."""
 
 WITHOUT_EFFECT = {
     "context_length", "vocab_size", "rope.scaling.finetuned", "rope.scaling.type", "rope.scaling.factor",
@@ -59,14 +59,14 @@ def check_architecture(header: GgufHeader, families: Collection[str]) -> None:
     for key in COMPARED:
         value = header.facts.get(f"{architecture}.{key}")
         if isinstance(value, tuple) and len(set(value)) > 1:
-            raise _refused(header, key, list(value[:8]), "sizes per layer are not read from GGUF")
+            raise _key_error(header, key, list(value[:8]), "sizes per layer are not read from GGUF")
 
 
 def complete_config(config: PretrainedConfig, header: GgufHeader) -> None:
-    """Set what Transformers did not read of a GGUF file's metadata, and compare the rest with it.
+    """Set the values of a GGUF file's metadata that Transformers ignored, and compare the rest with the configuration.
 
     Args:
-        config: as Transformers reads it off the file; changed in place.
+        config: as Transformers reads it from the file; changed in place.
         header: of the file.
 
     Raises:
@@ -110,7 +110,7 @@ def _set_windows(config: PretrainedConfig, facts: Mapping[str, Any]) -> None:
 
 def _set_rotary(config: PretrainedConfig, facts: Mapping[str, Any], header: GgufHeader) -> None:
     theta = float(facts.get("rope.freq_base", 10000.0))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta, **_scaling(facts, header)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta, **_rope_scaling(facts, header)}
     head_dim = family_for(config).sizes(config).head_dim
     turned = facts.get("rope.dimension_count", head_dim)
     if turned != head_dim and config.model_type in ("phi", "phi3"):
@@ -131,45 +131,44 @@ def _set_rotary(config: PretrainedConfig, facts: Mapping[str, Any], header: Gguf
             config.original_max_position_embeddings = rope["original_max_position_embeddings"]
 
 
-def _scaling(facts: Mapping[str, Any], header: GgufHeader) -> dict[str, Any]:
-    """The scaling of rotary positions; llama.cpp takes a factor without a type as linear."""
+def _rope_scaling(facts: Mapping[str, Any], header: GgufHeader) -> dict[str, Any]:
+    """Return the scaling of rotary positions; llama.cpp takes a factor without a type as linear."""
     factor = float(facts.get(SCALING + "factor") or facts.get("rope.scale_linear") or 1.0)
     kind, original = facts.get(SCALING + "type", "linear"), facts.get(SCALING + "original_context_length")
-    given = facts.get(SCALING + "attn_factor")
+    attention_factor = facts.get(SCALING + "attn_factor")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original or 0}
+        rope = {"rope_type": "yarn", "factor": factor}
+        rope["original_max_position_embeddings"] = original or int(facts["context_length"] / factor)
         for name in ("beta_fast", "beta_slow"):
             if f"{SCALING}yarn_{name}" in facts:
-                found[name] = facts[f"{SCALING}yarn_{name}"]
-        if given is not None:
-            found["attention_factor"] = given * (1 + 0.1 * math.log(factor))
-        if not original:
-            found["original_max_position_embeddings"] = int(facts["context_length"] / factor)
-        return found
+                rope[name] = facts[f"{SCALING}yarn_{name}"]
+        if attention_factor is not None:
+            rope["attention_factor"] = attention_factor * (1 + 0.1 * math.log(factor))
+        return rope
     if kind == "longrope":
         long, short = (_tensor(header, f"rope_factors_{name}.weight").tolist() for name in ("long", "short"))
-        attention = {} if given is None else {"attention_factor": given}
+        attention = {} if attention_factor is None else {"attention_factor": attention_factor}
         return {
             "rope_type": "longrope", "long_factor": long, "short_factor": short, **attention,
             "original_max_position_embeddings": original or facts["context_length"],
         }  # fmt: skip
-    raise _refused(header, SCALING + "type", kind, "none, linear, yarn and longrope are read")
+    raise _key_error(header, SCALING + "type", kind, "none, linear, yarn and longrope are read")
 
 
 def _llama3(rope: Mapping[str, Any], header: GgufHeader, head_dim: int) -> dict[str, Any]:
-    """LLaMA 3's scaling, which a file states as what each frequency is divided by."""
+    """Return LLaMA 3's scaling, which a file stores as the divisor of each frequency."""
     stated = _tensor(header, "rope_freqs.weight").astype(np.float64)
     if (stated == 1).all():
         return {}
     for original in LLAMA3_CONTEXTS:
-        found = {**LLAMA3, "factor": float(stated.max()), "original_max_position_embeddings": original}
-        expected = _llama3_factors(found, rope["rope_theta"], head_dim)
+        scaling = {**LLAMA3, "factor": float(stated.max()), "original_max_position_embeddings": original}
+        expected = _llama3_factors(scaling, rope["rope_theta"], head_dim)
         if stated.shape == expected.shape and np.allclose(stated, expected, rtol=1e-4):
-            return found
+            return scaling
     raise CheckpointError(
         f"{header.path} divides its rotary frequencies by factors (rope_freqs) that no scaling of LLaMA 3 gives; "
         "Transformers has no other form for them. Use the checkpoint that the file was made from."
@@ -177,7 +176,7 @@ def _llama3(rope: Mapping[str, Any], header: GgufHeader, head_dim: int) -> dict[
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> Any:
-    """What LLaMA 3's scaling divides every rotary frequency by, float64 [head_dim / 2]."""
+    """Return the divisors of the rotary frequencies in LLaMA 3's scaling, float64 [head_dim / 2]."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -186,7 +185,7 @@ def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> Any
 
 
 def _tensor(header: GgufHeader, name: str) -> Any:
-    """A small tensor of the file, float32 [n]."""
+    """Read a small tensor of the file, float32 [n]."""
     from gguf import GGUFReader
 
     if name not in header.tensors:
@@ -253,7 +252,7 @@ COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "rope.scaling.yarn_attn_factor": lambda c: 1,
     "rope.scaling.yarn_log_multiplier": lambda c: 0,
 }
-"""Key that changes logits -> what the configuration says of it."""
+"""Key that changes logits -> its value in the configuration."""
 
 
 def _compare(config: PretrainedConfig, facts: Mapping[str, Any], header: GgufHeader, start: str) -> None:
@@ -263,9 +262,9 @@ def _compare(config: PretrainedConfig, facts: Mapping[str, Any], header: GgufHea
         expected = COMPARED[key](config) if key in COMPARED else None
         if key in COMPARED:
             if not _agree(value, expected):
-                raise _refused(header, key, value, f"the model that Transformers makes of it has {expected}")
+                raise _key_error(header, key, value, f"the model that Transformers makes of it has {expected}")
         elif key in known - WITHOUT_EFFECT:
-            raise _refused(header, key, value, f"it is not read for a {config.model_type} model")
+            raise _key_error(header, key, value, f"it is not read for a {config.model_type} model")
         elif key not in WITHOUT_EFFECT:
             unknown.append(start + key)
     unknown += [key for key in header.facts if not key.startswith((start, *OTHER_GROUPS))]
@@ -274,13 +273,13 @@ def _compare(config: PretrainedConfig, facts: Mapping[str, Any], header: GgufHea
 
 
 def _agree(value: Any, expected: Any) -> bool:
-    """Whether a file's value is the configuration's; a list states it for every layer."""
+    """Compare a file's value with that of the configuration; a list holds one for every layer."""
     values = value if isinstance(value, tuple) else (value,)
     numbers = all(isinstance(v, (int, float)) for v in (*values, expected))
     return numbers and all(math.isclose(v, expected, rel_tol=1e-5, abs_tol=1e-12) for v in values)
 
 
-def _refused(header: GgufHeader, key: str, value: Any, reason: str) -> CheckpointError:
+def _key_error(header: GgufHeader, key: str, value: Any, reason: str) -> CheckpointError:
     name = f"{header.facts.get('general.architecture')}.{key}"
     return CheckpointError(
         f"{header.path} says {name} = {shown(value)}: {reason}. Use the checkpoint that the file was made from."
@@ -288,7 +287,7 @@ def _refused(header: GgufHeader, key: str, value: Any, reason: str) -> Checkpoin
 
 
 def _keys_of_llama_cpp() -> Iterator[str]:
-    """All keys of architectures, without the architecture's name, that the package gguf knows."""
+    """Yield all keys of architectures that the package gguf knows, without the architecture's name."""
     from gguf import Keys
 
     for group in vars(Keys).values():

@@ -1,4 +1,4 @@
-"""A dense checkpoint on disk whose decoder layers are read one at a time, for what walks through a model in order."""
+"""A dense checkpoint on disk whose decoder layers are read one at a time, for passes through a model in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyprune.families import Family
 from pyprune.probe.streams import LayerRunner
 
 STREAM_BYTES = 1 << 30
-"""What the streams of batches that branch hold together, if one batch and one branch of it hold no more."""
+"""Limit of the streams of batches that branch, together; one batch with one branch may exceed it."""
 
 
 class Tensors(Protocol):
@@ -25,24 +25,24 @@ class Tensors(Protocol):
 
     Attributes:
         device: where tensors are put.
-        family: whose table says what they are.
+        family: with the table of their names.
     """
 
     device: torch.device
     family: Family
 
     def model(self) -> PreTrainedModel:
-        """The model without its parameters, which are on the meta device."""
+        """Build the model without its parameters, which are on the meta device."""
 
     def read(self, name: str) -> Tensor:
-        """The values of a parameter, by its name."""
+        """Read the values of a parameter, by its name."""
 
 
 class ReadLayers(LayerRunner):
-    """Layers that are read when they are needed: of the layers one is in memory at a time.
+    """Layers that are read when they are needed; one at a time is in memory.
 
-    What makes the stream, and the final norm, through which the model's own forward pass sends it, stay in memory. A
-    head that is not tied has values only in the block of :meth:`head`.
+    The embedding and the final norm stay in memory. A head that is not tied has values only in the block of
+    :meth:`head`.
 
     Args:
         tensors: read in the dtype and on the device that the layers compute with.
@@ -69,12 +69,12 @@ class ReadLayers(LayerRunner):
 
     @override
     def batch_groups(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """All of them in one group, so that every layer is read once."""
+        """Return all of them in one group, so that every layer is read once."""
         return [batches]
 
     @override
     def branch_group_sizes(self, batches: Sequence[Tensor], starts: Sequence[int]) -> tuple[int, int]:
-        """As many that layers and the head are read as few times as can be, while streams hold :data:`STREAM_BYTES`."""
+        """Return the sizes with the fewest reads of layers and the head whose streams fit :data:`STREAM_BYTES`."""
         longest = max(batch.numel() for batch in batches)
         streams = STREAM_BYTES // (longest * self.model.config.hidden_size * self.model.dtype.itemsize)
         ways = [(many, min(len(starts), streams // many - 1)) for many in range(1, len(batches) + 1)]
@@ -82,14 +82,14 @@ class ReadLayers(LayerRunner):
         return min(possible, key=lambda way: self._reads(len(batches), starts, *way), default=(1, 1))
 
     def _reads(self, batches: int, starts: Sequence[int], many: int, branches: int) -> int:
-        """Layers and heads that are read, each walk beginning behind the last branch of the one before it."""
+        """Count the layers and heads that are read; each walk begins after the last branch of the one before it."""
         begins = [0, *(starts[at - 1] + 1 for at in range(branches, len(starts), branches))]
         return -(-batches // many) * sum(len(self.layers) + 1 - begin for begin in begins)
 
     @contextmanager
     @override
     def layer(self, index: int) -> Iterator[nn.Module]:
-        """Give one decoder layer with its weights, for the time of the block; they are read anew each time."""
+        """Yield one decoder layer with its weights, until the block ends; they are read again each time."""
         layer = self.layers[index]
         self._read([f"{self.family.layers_path}.{index}.{name}" for name, _ in layer.named_parameters()])
         try:
@@ -100,9 +100,9 @@ class ReadLayers(LayerRunner):
     @contextmanager
     @override
     def head(self) -> Iterator[None]:
-        """Let the head have its weights, for the time of the block; what is not the embedding's is read anew."""
-        own = {id(p) for p in self.model.get_output_embeddings().parameters() if p.is_meta}
-        names = [name for name, p in self.model.named_parameters() if id(p) in own]
+        """Give the head its weights until the block ends; those that the embedding does not share are read again."""
+        head = {id(p) for p in self.model.get_output_embeddings().parameters() if p.is_meta}
+        names = [name for name, p in self.model.named_parameters() if id(p) in head]
         self._read(names)
         try:
             yield
@@ -110,9 +110,9 @@ class ReadLayers(LayerRunner):
             self._drop(names)
 
     def whole(self) -> PreTrainedModel:
-        """The model, to be called as a whole: its layers have their matrices for the time of their own calls alone.
+        """Return the model for calls as a whole; each layer has its matrices in memory only while it runs.
 
-        Vectors (norms, biases) and what lies outside of the layers stay in memory, the head too.
+        Vectors (norms, biases) and all parameters outside of the layers stay in memory, the head too.
         """
         names = [name for name, p in self.model.named_parameters() if p.is_meta]
         within = [f"{self.family.layers_path}.{index}." for index in range(len(self.layers))]
@@ -120,13 +120,13 @@ class ReadLayers(LayerRunner):
             start: [n for n in names if n.startswith(start) and self.model.get_parameter(n).ndim > 1]
             for start in within
         }
-        inside = {name for found in matrices.values() for name in found}
+        inside = {name for group in matrices.values() for name in group}
         self._read([name for name in names if name not in inside])
         for start, layer in zip(within, self.layers, strict=True):
             passing = [name.removeprefix(start) for name in matrices[start]]
-            # They hold nothing that holds the model, which is gone as soon as nobody uses it.
+            # The hooks hold no reference to the model, so that it is freed as soon as nobody uses it.
             layer.register_forward_pre_hook(partial(_read_before, self.tensors, start, passing))
-            layer.register_forward_hook(partial(_drop_behind, passing), always_call=True)
+            layer.register_forward_hook(partial(_drop_after, passing), always_call=True)
         return self.model
 
     def _read(self, names: Iterable[str]) -> None:
@@ -134,19 +134,19 @@ class ReadLayers(LayerRunner):
             _set(self.model, name, self._parameter(name))
 
     def _drop(self, names: Iterable[str]) -> None:
-        _drop_behind(names, self.model)
+        _drop_after(names, self.model)
 
     def _parameter(self, name: str) -> nn.Parameter:
         return nn.Parameter(self.tensors.read(name), requires_grad=False)
 
 
 def _read_before(tensors: Tensors, start: str, names: Iterable[str], layer: nn.Module, *_: Any) -> None:
-    """Give parameters of a layer, whose names begin with ``start`` in the model, their values."""
+    """Read the values of a layer's parameters, whose names in the model begin with ``start``."""
     for name in names:
         _set(layer, name, nn.Parameter(tensors.read(start + name), requires_grad=False))
 
 
-def _drop_behind(names: Iterable[str], module: nn.Module, *_: Any) -> None:
+def _drop_after(names: Iterable[str], module: nn.Module, *_: Any) -> None:
     for name in names:
         _set(module, name, nn.Parameter(module.get_parameter(name).to("meta"), requires_grad=False))
 
@@ -157,7 +157,7 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 class StoredLayers(ReadLayers):
-    """The layers of a checkpoint folder with safetensors, which keeps what they are changed to.
+    """The layers of a checkpoint folder with safetensors; changed values are stored and read from then on.
 
     Args:
         stored: the checkpoint, read in the dtype and on the device that the layers compute with.
@@ -172,18 +172,18 @@ class StoredLayers(ReadLayers):
 
     @override
     def keep(self, index: int, names: Iterable[str]) -> None:
-        """Write what parameters of a layer were changed to where ``stored`` reads them from then on."""
+        """Store the changed values of a layer's parameters, which ``stored`` reads from then on."""
         for name in names:
             values = self.layers[index].get_parameter(name)
             self.stored.replace(f"{self.family.layers_path}.{index}.{name}", values)
 
     @override
     def keep_outside(self, names: Iterable[str]) -> None:
-        """Write what parameters outside of the layers were changed to where ``stored`` reads them from then on."""
+        """Store the changed values of parameters outside of the layers, which ``stored`` reads from then on."""
         for name in names:
             self.stored.replace(name, self.model.get_parameter(name))
 
     @override
     def keep_zeros(self, name: str, count: int) -> None:
-        """Write a parameter that the checkpoint lacks."""
+        """Store a parameter of zeros that the checkpoint lacks."""
         self.stored.replace(name, torch.zeros(count, dtype=self.stored.dtype))

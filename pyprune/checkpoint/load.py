@@ -1,4 +1,4 @@
-"""Models by where they are read from. Nothing is unpickled: a ``.bin`` is only read by torch's weights_only loader."""
+"""Sources of models, and loading from them. Nothing is unpickled: torch's weights_only loader reads a ``.bin``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pyprune.checkpoint.configuration import (
     check_model_type,
     checked_config,
     checked_values,
-    config_of,
     is_folder,
+    load_config,
     read_gguf_config,
 )
 from pyprune.checkpoint.damage import actionable, named
@@ -49,7 +49,7 @@ OPTIONAL_FILES = ("generation_config.json", "adapter_config.json")
 
 
 class Reading(TypedDict, total=False):
-    """Keywords of a :class:`ModelSource`, which functions for users take beside a model's name."""
+    """Keywords of a :class:`ModelSource`, which functions for users take in addition to a model's name."""
 
     gguf_file: str | None
     revision: str | None
@@ -58,7 +58,7 @@ class Reading(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model by where it is read from. Its files are read when they are asked for, once, and remembered.
+    """The place that a model is read from. Each file is read once, when it is needed, and remembered.
 
     Attributes:
         name: folder or hub id.
@@ -74,7 +74,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: str | Path | ModelSource, **reading: Unpack[Reading]) -> Self:
-        """Return the source of a model that was given by name, or was given as a source already."""
+        """Return the source of a model, which may be a source already."""
         if isinstance(model, ModelSource):
             return cast(Self, model)
         return cls(str(model), **reading)
@@ -84,7 +84,7 @@ class ModelSource:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the hub's options, as Transformers calls them."""
+        """Return the options of the hub, by their names in Transformers."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     @property
@@ -162,7 +162,7 @@ class ModelSource:
                 read_config(Path(self.name))
             elif self.name.count("/") != 1 or self.name.startswith("~"):
                 raise CheckpointError(f"{self.name!r} is neither a folder nor a hub id of the form owner/name.")
-            return cast(PretrainedConfig, config_of(self.name, **self.options))
+            return cast(PretrainedConfig, load_config(self.name, **self.options))
 
     @cached_property
     def dtype(self) -> str | None:
@@ -179,17 +179,17 @@ class ModelSource:
         with actionable(self.name):
             if local:
                 check_config(read_config(Path(self.name)), self.name)
-            config = config_of(self.name, **self.options)
-            most = _dtype_of_most(Path(self.name)) if local else None
+            config = load_config(self.name, **self.options)
+            most = _most_common_dtype(Path(self.name)) if local else None
         name = most or str(getattr(config, "dtype", None)).removeprefix("torch.")
         return name if name in DTYPES else None
 
     @cached_property
     def version(self) -> str:
-        """Return what tells these weights from others, for a run that continues with them later.
+        """Return an identifier of these weights, for a run that continues with them later.
 
         For a folder, a SHA-256 (hex) over name and content of config.json and the weight files that are loaded (of the
-        GGUF file alone). The digests of a pyprune record are believed, because :meth:`load` compares them with the
+        GGUF file alone). The digests of a pyprune record are trusted, because :meth:`load` compares them with the
         files. For a hub id, the commit that the revision stands for, and the GGUF file's name.
 
         Raises:
@@ -202,13 +202,13 @@ class ModelSource:
         with actionable(self.name):
             if not local:
                 return self._commit()
-            known = read_pruning_json(folder).files if has_record(folder) else {}
+            recorded = read_pruning_json(folder).files if has_record(folder) else {}
             if self.gguf_file is None:
                 checked_values(self.name, {})  # before hours are spent reading weights that nobody can use
                 files = [folder / CONFIG, *weight_files(folder, pickled=True)]
             else:
                 files = [folder / self.gguf_file]
-            digests = {path.name: known.get(path.name) or file_digest(path) for path in files}
+            digests = {path.name: recorded.get(path.name) or file_digest(path) for path in files}
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
     def _commit(self) -> str:
@@ -255,7 +255,7 @@ class ModelSource:
         return StoredLayers(self.stored(dtype=dtype, device=resolve_device(device)))
 
     def shapes(self, dtype: str = "float32") -> PreTrainedModel:
-        """Build the model on the meta device: modules and shapes; of its files only the sizes are looked at.
+        """Build the model on the meta device: modules and shapes. Of its weight files only the headers are read.
 
         Raises:
             CheckpointError, UnsupportedModelError: as :meth:`load`.
@@ -287,29 +287,29 @@ class ModelSource:
         if gguf_file is not None and find_spec("gguf") is None:
             raise MissingDependencyError("gguf", "gguf", f"Reading {gguf_file}")
         with actionable(source), quiet("transformers"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # what matters of these is an error below
+            warnings.simplefilter("ignore", UserWarning)  # the ones that matter are errors below
             if gguf_file is None:
                 config, _ = checked_config(source, options, quantised=quantised)
             else:
                 options |= {"gguf_file": gguf_file}
                 config = read_gguf_config(source, gguf_file, options)
-            given = gguf_file is not None or isinstance(config, PrunedConfigMixin)
+            pass_config = gguf_file is not None or isinstance(config, PrunedConfigMixin)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=DTYPES[dtype],
                 output_loading_info=True,
-                **options | ({"config": config} if given else {}),
+                **options | ({"config": config} if pass_config else {}),
             )
             model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
             tokenizer = load_tokenizer(source, **options)
         if getattr(model, "hf_quantizer", None) is not None and gguf_file is None:
             cast(Any, model).hf_quantizer.compressor.decompress_model(model)
         _check_loaded(source, model, info)
-        _tell_tying_apart(model)
+        _correct_tying(model)
         if gguf_file is not None:
             _forget_quantisation(model)
             _check_shapes(source, model)
-        return _placed(model, place, source), tokenizer
+        return _move_to_device(model, place, source), tokenizer
 
 
 def load_model(
@@ -328,8 +328,8 @@ def load_model(
         dtype: float32, bfloat16 or float16; the dtype of the weights in memory.
         device: cpu, cuda, cuda:N, or auto (cuda when there is one, else cpu).
         verify: check the SHA-256 of every file of a pyprune checkpoint first.
-        quantised: also take what ``pyprune export --quantise`` writes, for measuring: weights have the rounded values,
-            and inputs of linear layers are rounded as they come where the format asks for it.
+        quantised: accept checkpoints of ``pyprune export --quantise``, for measuring: weights have the rounded values,
+            and inputs of linear layers are rounded at each call where the format asks for it.
         reading: ``gguf_file`` (inside the folder or repository; dequantised to ``dtype``), ``revision`` and
             ``trust_remote_code``, as in :class:`ModelSource`.
 
@@ -360,18 +360,18 @@ def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
 
 
 def _check_shapes(source: str, model: PreTrainedModel) -> None:
-    """Transformers gives a parameter the shape of its GGUF tensor, whatever the file says of the model's sizes."""
+    """Compare shapes with the sizes that a GGUF file names; Transformers takes those of its tensors unchecked."""
     shapes = parameter_shapes(model)
-    asked = parameter_shapes(check_parameters(model.config, sum(map(math.prod, shapes.values())), source))
-    wrong = [name for name, shape in shapes.items() if asked.get(name) != shape]
+    expected = parameter_shapes(check_parameters(model.config, sum(map(math.prod, shapes.values())), source))
+    wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     if wrong:
         raise CheckpointError(
             f"The weights of {named(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
-            f"{shapes[wrong[0]]}, expected {asked.get(wrong[0])}. The file is damaged; fetch it again."
+            f"{shapes[wrong[0]]}, expected {expected.get(wrong[0])}. The file is damaged; fetch it again."
         )
 
 
-def _placed(model: PreTrainedModel, place: torch.device, source: str) -> PreTrainedModel:
+def _move_to_device(model: PreTrainedModel, place: torch.device, source: str) -> PreTrainedModel:
     try:
         return cast(PreTrainedModel, cast(Any, model).to(place).eval())
     except torch.OutOfMemoryError as error:
@@ -381,11 +381,11 @@ def _placed(model: PreTrainedModel, place: torch.device, source: str) -> PreTrai
 
 
 def check_filled(source: str, info: Mapping[str, Any]) -> None:
-    """Transformers fills missing weights with random numbers and only warns; here that is an error.
+    """Refuse a model with missing weights, which Transformers fills with random numbers and only warns about.
 
     Args:
         source: folder or hub id, for the message.
-        info: what ``from_pretrained(..., output_loading_info=True)`` told.
+        info: returned by ``from_pretrained(..., output_loading_info=True)``.
 
     Raises:
         CheckpointError: weights are missing, or some have another shape or no place in the model.
@@ -402,15 +402,15 @@ def check_filled(source: str, info: Mapping[str, Any]) -> None:
         )
 
 
-def _tell_tying_apart(model: PreTrainedModel) -> None:
-    """Transformers leaves a head untied that is stored with other values than the embedding; the config must say so."""
+def _correct_tying(model: PreTrainedModel) -> None:
+    """Correct the config where Transformers left a head untied because it is stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if model.config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
         model.config.tie_word_embeddings = False
 
 
 def _forget_quantisation(model: PreTrainedModel) -> None:
-    """A dequantised GGUF model is an ordinary one; Transformers would refuse to save it otherwise."""
+    """Remove the marks of quantisation from a dequantised GGUF model, which Transformers would refuse to save."""
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
         if hasattr(owner, name):
             delattr(owner, name)
@@ -418,8 +418,8 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
         model.__dict__.pop(name, None)
 
 
-def _dtype_of_most(folder: Path) -> str | None:
-    """The dtype of most numbers in a folder's safetensors; those of no key of :data:`DTYPES` do not count."""
+def _most_common_dtype(folder: Path) -> str | None:
+    """Return the dtype of most numbers in a folder's safetensors, among the keys of :data:`DTYPES`."""
     if not has_safetensors(folder):
         return None
     files, counts = TensorFiles(folder), Counter[str]()

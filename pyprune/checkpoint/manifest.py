@@ -19,12 +19,12 @@ class PruningRecord:
     """The contents of ``pruning.json``.
 
     Attributes:
-        plan: which parts of the dense model were kept; None for a checkpoint that was only trained or converted.
-        provenance: method, options, source, sizes, and what was measured; plain JSON data.
+        plan: the parts of the dense model that were kept; None for a checkpoint that was only trained or converted.
+        provenance: method, options, source, sizes and measured figures; plain JSON data.
         files: path inside the checkpoint, with "/" -> SHA-256 (hex), of every other file of it.
         tokenizer_config: SHA-256 (hex) of tokenizer_config.json without its chat template; None without such a file.
-        cards: SHA-256 (hex) of the model cards that pyprune wrote last, the new one and the one before: a card that is
-            neither was edited by somebody.
+        cards: SHA-256 (hex) of the last two model cards that pyprune wrote; a card that is neither was edited by
+            somebody.
     """
 
     plan: PrunePlan | None
@@ -34,7 +34,7 @@ class PruningRecord:
     cards: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Indented JSON with a checksum over its own content."""
+        """Return indented JSON with a checksum over its content."""
         body = {
             "version": RECORD_VERSION,
             "pyprune": VERSION,

@@ -1,7 +1,7 @@
-"""config.json in the notation of Transformers 4 as well, which older vLLM, TGI and conversion tools read.
+"""Add the notation of Transformers 4 to config.json, which older vLLM, TGI and conversion tools read.
 
-Transformers 5 writes rotary embeddings as ``rope_parameters`` alone. What does not know that entry takes a base of
-10,000 and no scaling, without a word. The older entries stand beside it; Transformers 5 reads the same from either.
+Transformers 5 writes rotary embeddings as ``rope_parameters`` alone. Programs that do not know that entry silently take
+a base of 10,000 and no scaling. The older entries are added to it; Transformers 5 reads the same from either.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ def write_older_notation(folder: Path, dtype: str | None = None) -> None:
 
 
 def older_entries(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What Transformers 4 reads of rotary embeddings and of the dtype, of config.json as plain data."""
-    found: dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
+    """Return the entries of Transformers 4 for rotary embeddings and dtype, from config.json as plain data."""
+    entries: dict[str, Any] = {"torch_dtype": config["dtype"]} if "dtype" in config else {}
     rotary = config.get("rope_parameters") or {}
     if _SLIDING in rotary:
-        found["rope_local_base_freq"] = rotary[_SLIDING]["rope_theta"]
+        entries["rope_local_base_freq"] = rotary[_SLIDING]["rope_theta"]
         rotary = rotary[_FULL]
     if not rotary:
-        return found
-    found |= {name: rotary[name] for name in ("rope_theta", "partial_rotary_factor") if name in rotary}
-    return found | _scaling(rotary, config["model_type"])
+        return entries
+    entries |= {name: rotary[name] for name in ("rope_theta", "partial_rotary_factor") if name in rotary}
+    return entries | _rope_scaling(rotary, config["model_type"])
 
 
-def _scaling(rotary: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+def _rope_scaling(rotary: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     scaling = {name: value for name, value in rotary.items() if name not in ("rope_theta", "partial_rotary_factor")}
     if scaling.get("rope_type", "default") == "default":
         return {"rope_scaling": None}
     if model_type != "phi3":
         return {"rope_scaling": scaling}
-    # Phi-3 of Transformers 4 takes these three alone, and the length of the first training from beside them.
+    # Phi-3 of Transformers 4 takes these three alone, and the length of the first training from a separate entry.
     factors, original = ("short_factor", "long_factor"), "original_max_position_embeddings"
     if set(scaling) - {"rope_type", *factors, original}:
-        return {}  # what it has no place for, the older entry would take away from Transformers 5, too
+        return {}  # the older entry would hide the other values from Transformers 5, too
     three = {"type": scaling["rope_type"], **{name: scaling[name] for name in factors}}
     return {"rope_scaling": three} | {name: scaling[name] for name in (original,) if name in scaling}

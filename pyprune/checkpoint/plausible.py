@@ -1,7 +1,7 @@
-"""What a checkpoint claims of itself, compared with what its files can hold, before memory is allocated.
+"""Compare the claims of a checkpoint with the sizes of its files, before memory is allocated.
 
-Transformers builds whatever config.json says: a billion layers, labels or channels fill the memory of the machine
-long before a missing weight is noticed. It also follows what else a folder says: another file with the weights, an
+Transformers builds any sizes in config.json: a billion layers, labels or channels fill the memory of the machine
+long before a missing weight is noticed. It also obeys other entries of a folder: another file with the weights, an
 adapter on top of them, a kernel of the hub to run.
 """
 
@@ -59,7 +59,7 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder as plain data.
+    """Read config.json of a folder as plain data.
 
     Raises:
         CheckpointError: it is missing, too long, not JSON, or names another file than the usual ones for the weights.
@@ -77,12 +77,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = False) -> None:
-    """Refuse what config.json asks for beyond every model, and what would run or need code that pyprune does not bring.
+    """Refuse values of config.json that no model has, and those that would run or need foreign code.
 
     Args:
         config: config.json as plain data, of a model type that pyprune knows.
         source: folder or hub id, for the message.
-        quantised: whether weights as :mod:`pyprune.serving.quantise` writes them are taken.
+        quantised: accept weights that :mod:`pyprune.serving.quantise` wrote.
 
     Raises:
         CheckpointError: a size that is no whole number, zero, negative or enormous; a token id outside the vocabulary,
@@ -111,12 +111,12 @@ def check_config(config: Mapping[str, Any], source: str, *, quantised: bool = Fa
 
 
 def _not_allowed(source: str, name: str, value: Any, allowed: str) -> CheckpointError:
-    """The error of a value in config.json that no model has: which field, its value, what is allowed.
+    """Return the error of a value in config.json that no model has: its field, its value, the allowed ones.
 
     Args:
         source: folder or hub id.
         name: of the field.
-        value: that is there.
+        value: of the field.
         allowed: in words.
     """
     return CheckpointError(
@@ -126,7 +126,7 @@ def _not_allowed(source: str, name: str, value: Any, allowed: str) -> Checkpoint
 
 
 def _check_named_values(config: Mapping[str, Any], source: str) -> None:
-    """Values on which Transformers fails with a word that names neither the field nor what it takes."""
+    """Refuse values on which Transformers fails with a message that names neither the field nor allowed values."""
     import torch
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -162,7 +162,7 @@ def _check_numbers(config: Mapping[str, Any], source: str) -> None:
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number that is no whole one, with its dotted name."""
+    """Yield every float, with its dotted name."""
     if isinstance(value, float):
         yield name, value
     elif isinstance(value, Mapping):
@@ -174,14 +174,14 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _ropes(value: Any) -> list[Mapping[str, Any]]:
-    """The rotary scaling of a model, or of each kind of its layers."""
+    """Return the rotary scaling of a model, or of each kind of its layers."""
     if not isinstance(value, Mapping):
         return []
     return [value, *(inner for inner in value.values() if isinstance(inner, Mapping))]
 
 
 def is_exported_quantisation(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes quantised weights as ``pyprune export --quantise`` writes them."""
+    """Check whether config.json describes quantised weights that ``pyprune export --quantise`` wrote."""
     facts = config.get("quantization_config")
     if not isinstance(facts, dict) or facts.get("quant_method") != QUANTISED_BY or config.get("compression_config"):
         return False
@@ -190,7 +190,7 @@ def is_exported_quantisation(config: Mapping[str, Any]) -> bool:
         return False
     # A target or an exception that begins with "re:" would be run as a regular expression.
     names = [*(group.get("targets") for group in groups.values()), facts.get("ignore")]
-    return all(isinstance(known, list) and all(map(_is_plain_name, known)) for known in names)
+    return all(isinstance(listed, list) and all(map(_is_plain_name, listed)) for listed in names)
 
 
 def _is_plain_name(name: Any) -> bool:
@@ -198,9 +198,9 @@ def _is_plain_name(name: Any) -> bool:
 
 
 def stored_elements(folder: Path) -> tuple[int, int]:
-    """How many tensors and how many elements the weight files of a folder can hold at most.
+    """Return how many tensors and how many elements the weight files of a folder can hold at most.
 
-    Exact for safetensors, whose headers say it; otherwise as many as there are bytes.
+    Exact for safetensors, by their headers; otherwise the number of bytes.
 
     Raises:
         CheckpointError: there are no weight files, or they are damaged.
@@ -236,7 +236,7 @@ def check_parameters(config: Any, elements: int, source: str) -> Any:
 
     Args:
         config: a Transformers configuration of a known architecture.
-        elements: what the files hold.
+        elements: of all tensors in the files.
         source: folder or hub id, for the message.
 
     Returns:

@@ -32,19 +32,19 @@ from pyprune.runtime.files import (
 )
 
 UNSERVED = "unserved"
-"""Where the record says why vLLM's own class refuses a stock checkpoint."""
+"""Entry of the record with the reason why vLLM's own class refuses a stock checkpoint."""
 
 
 def has_record(folder: str | Path) -> bool:
-    """Whether a folder has a ``pruning.json``, also one that cannot be read; False for a hub id."""
+    """Check whether a folder has a ``pruning.json``, also one that cannot be read; False for a hub id."""
     return os.path.lexists(os.path.join(folder, RECORD_NAME))
 
 
 def read_record(source: str | Path, *, revision: str | None = None, verify_files: bool = False) -> PruningRecord | None:
-    """The record of a checkpoint in a folder or on the hub; None where pyprune did not write it.
+    """Read the record of a checkpoint in a folder or on the hub; None where pyprune did not write it.
 
     Args:
-        source: folder or hub id, of which its pruning.json is fetched.
+        source: folder, or hub id, whose pruning.json is fetched.
         revision: hub revision.
         verify_files: as in :func:`read_pruning_json`; of a folder only.
 
@@ -60,14 +60,14 @@ def read_record(source: str | Path, *, revision: str | None = None, verify_files
     kinds = ("missing_entries", "connection_errors", "gated_repo")
     maybe: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     try:
-        found = cached_file(str(source), RECORD_NAME, revision=revision, **maybe)
-    except (OSError, ValueError):  # no repository: whoever reads the weights says so
+        path = cached_file(str(source), RECORD_NAME, revision=revision, **maybe)
+    except (OSError, ValueError):  # no repository: reading the weights reports it
         return None
-    return read_pruning_json(Path(found).parent) if found is not None and _is_of_pyprune(Path(found)) else None
+    return read_pruning_json(Path(path).parent) if path is not None and _is_record(Path(path)) else None
 
 
-def _is_of_pyprune(path: Path) -> bool:
-    """Whether a file of this name in somebody's repository is a record at all."""
+def _is_record(path: Path) -> bool:
+    """Check whether a file of this name in a foreign repository is a record at all."""
     try:
         data = read_json(path)
     except (OSError, ValueError):
@@ -120,7 +120,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
 
 
 def _problems(provenance: Any, files: Any, tokenizer: Any, cards: Any) -> Iterator[str]:
-    """What is wrong with the sections that later work relies on, which would be noticed only when that is done."""
+    """Yield the problems of sections that later work relies on, which would otherwise be noticed only then."""
     if not isinstance(provenance, dict) or not isinstance(files, dict):
         yield "provenance and files are JSON objects"
         return
@@ -162,8 +162,8 @@ def _is_sha256(value: Any) -> bool:
 
 def _recovery_problems(recoveries: Any) -> Iterator[str]:
     for entry in recoveries if isinstance(recoveries, list) else [recoveries]:
-        done = entry.get("report") if isinstance(entry, dict) else None
-        facts = done if isinstance(done, dict) else {}
+        report = entry.get("report") if isinstance(entry, dict) else None
+        facts = report if isinstance(report, dict) else {}
         numbers = type(facts.get("steps")) is int and type(facts.get("tokens")) is int
         if not numbers or not isinstance(facts.get("objective"), str):
             yield f"recoveries holds {shown(entry)}, not the report of a recovery with its objective, steps and tokens"
@@ -177,7 +177,7 @@ def _are_marks(value: Any) -> bool:
 
 
 def take_measured(facts: dict[str, Any]) -> dict[str, Any]:
-    """Take the figures that were measured out of ``facts``, for a checkpoint of other weights, and return them."""
+    """Remove the measured figures from ``facts``, for a checkpoint of other weights, and return them."""
     return {name: facts.pop(name) for name in ("quality", "speed") if name in facts}
 
 
@@ -189,11 +189,11 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
         record: plan and provenance.
         digests: file name -> SHA-256 of files that need not be read again.
     """
-    known = digests or {}
+    digests = digests or {}
     # The card is for people, who may edit it; everything a program reads is checked.
     inside = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (CARD_NAME, RECORD_NAME))
     names = [p.relative_to(folder).as_posix() for p in inside]
-    files = {name: known.get(name) or file_digest(folder / name) for name in names}
+    files = {name: digests.get(name) or file_digest(folder / name) for name in names}
     config = folder / "config.json"
     if config.is_file() and (reason := serving_obstacle(json.loads(config.read_text(encoding="utf-8")))):
         record = replace(record, provenance={**record.provenance, UNSERVED: reason})
@@ -205,7 +205,7 @@ def write_record(folder: Path, record: PruningRecord, digests: Mapping[str, str]
 
 
 def check_annotatable(folder: str | Path) -> None:
-    """Find out before hours of measuring, not after, that :func:`annotate_checkpoint` cannot add to a checkpoint.
+    """Check before hours of measuring, not after, that :func:`annotate_checkpoint` can add to a checkpoint.
 
     Raises:
         CheckpointError: the record is missing or damaged.
@@ -223,11 +223,11 @@ def check_annotatable(folder: str | Path) -> None:
 def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     """Add measured facts (``quality={...}``, ``speed={...}``) to a checkpoint's record and model card.
 
-    Figures of another name that a section holds already stay. A card that somebody edited is left alone.
+    Other figures of a section are kept. A card that somebody edited is not changed.
 
     Raises:
         CheckpointError: the record is missing or damaged.
-        OutputError: it cannot be written; the old one stays.
+        OutputError: it cannot be written; the old one is kept.
     """
     folder = Path(folder)
     record = read_pruning_json(folder)
@@ -235,16 +235,16 @@ def annotate_checkpoint(folder: str | Path, **measured: Any) -> None:
     provenance = record.provenance | merged
     updated = replace(record, provenance=provenance)
     card = model_card(updated)
-    ours, known = _card_of_ours(folder / CARD_NAME, record)
-    if ours:  # what is there stays known: the process may end between the two
-        updated = replace(updated, cards=(_digest(card), *known))
+    replaceable, old = _card_state(folder / CARD_NAME, record)
+    if replaceable:  # the digest of the old card is kept: the process may end between the two writes
+        updated = replace(updated, cards=(_digest(card), *old))
     write_text(folder / RECORD_NAME, updated.to_json())
-    if ours:
+    if replaceable:
         write_text(folder / CARD_NAME, card)
 
 
-def _card_of_ours(card: Path, record: PruningRecord) -> tuple[bool, tuple[str, ...]]:
-    """Whether a card may be replaced, and the digest of what is there: pyprune wrote it, or nobody did."""
+def _card_state(card: Path, record: PruningRecord) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a card may be replaced (pyprune wrote it, or it is missing), and its digest."""
     if not os.path.lexists(card):
         return True, ()
     try:
@@ -253,8 +253,8 @@ def _card_of_ours(card: Path, record: PruningRecord) -> tuple[bool, tuple[str, .
         text = None
     if text is None:
         return False, ()
-    found = _digest(text)
-    return found in record.cards, (found,)
+    digest = _digest(text)
+    return digest in record.cards, (digest,)
 
 
 def _digest(text: str) -> str:
@@ -262,7 +262,7 @@ def _digest(text: str) -> str:
 
 
 def model_card(record: PruningRecord) -> str:
-    """The README.md of a checkpoint: method, plan, measured quality and speed, how to load it."""
+    """Return the README.md of a checkpoint: method, plan, measured quality and speed, how to load it."""
     facts = record.provenance
     stock = not str(facts.get("architecture", "")).startswith("Pruned")
     loading = (
@@ -286,14 +286,14 @@ def _card_facts(record: PruningRecord) -> Iterator[tuple[str, Any]]:
         if key in facts:
             yield key.replace("_", " "), facts[key]
     for entry in facts.get("recoveries", ()):
-        done = entry["report"]
-        yield "recovered", f"{done['objective']}, {done['steps']} steps, {done['tokens']:,} tokens"
+        report = entry["report"]
+        yield "recovered", f"{report['objective']}, {report['steps']} steps, {report['tokens']:,} tokens"
     if record.plan is not None:
         yield "plan", record.plan.summary()
 
 
 def _card_table(rows: Iterable[tuple[str, Any]]) -> list[str]:
-    """The lines of a table without headings, values as they are in the record.
+    """Return the lines of a table without headings, values as they are in the record.
 
     Not ``report.markdown_table``, which rounds and aligns: a card that is not this text counts as edited by somebody.
     """

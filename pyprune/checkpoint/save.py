@@ -1,4 +1,4 @@
-"""Writing checkpoints: safetensors, configuration, tokenizer, model card and record, as one folder or not at all."""
+"""Write checkpoints: safetensors, configuration, tokenizer, model card and record, as one folder or not at all."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def save_checkpoint(
         model: a compacted (or dense) model.
         tokenizer: its tokenizer, or None; the files it was loaded from are copied (:func:`write_tokenizer`).
         out: the folder to create.
-        plan: what stayed of the dense model, or None.
-        provenance: plain JSON data: method, options, source, what was measured.
+        plan: the kept parts of the dense model, or None.
+        provenance: plain JSON data: method, options, source, measured figures.
         overwrite: replace an existing folder.
         dtype: float32, bfloat16 or float16 to convert the written weights to; None keeps the model's.
-        convert: is given the folder with weights and configuration, which it may change, before the record is written.
-        trained: the weights were trained, in a wider dtype than the written one: what that changed stays in bfloat16
-            too (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
+        convert: called with the folder of weights and configuration, which it may change, before the record is written.
+        trained: the weights were trained in a wider dtype than the written one: weights that changed also differ in
+            bfloat16 (:func:`pyprune.ops.rounding.changed_to_bfloat16`).
 
     Returns:
         The folder.
@@ -88,7 +88,7 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
 
 
 def converted(name: str, weight: torch.Tensor, dtype: torch.dtype, *, trained: bool = False) -> torch.Tensor:
-    """A weight in the dtype that it is written in; ``trained`` as in :func:`save_checkpoint`.
+    """Convert a weight to the dtype that it is written in; ``trained`` as in :func:`save_checkpoint`.
 
     Raises:
         OutputError: a finite value is beyond the range of that dtype.

@@ -1,7 +1,7 @@
-"""safetensors files read and written one tensor at a time.
+"""Read and write safetensors files one tensor at a time.
 
-The library's writer takes all tensors at once. Here the headers are written first, from shapes alone, and the
-tensors follow piece by piece as they are made, so that a checkpoint far larger than memory can be rewritten.
+The library's writer takes all tensors at once. Here the headers are written first, from shapes alone. The tensors
+follow piece by piece as they are made, so that a checkpoint far larger than memory can be rewritten.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ HEADER_LIMIT_BYTES = 100_000_000
 MAX_DIMENSIONS = 16
 
 SHARD_BYTES = 5_000_000_000
-"""Size of the shards on the hub, and at which a checkpoint is split that was in one file."""
+"""Size of the shards on the hub, and of those that a single file is split into."""
 
 FLUSH_BYTES = 64 << 20
-"""Bytes after which writing to the disk begins; a smaller checkpoint is flushed once, when it is complete."""
+"""Bytes after which a flush to the disk begins; a smaller checkpoint is flushed once, when it is complete."""
 
 _FLUSH = os.fdatasync if hasattr(os, "fdatasync") else os.fsync  # macOS has only the second
 
@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: its file, the first byte of its data in it, and what it is."""
+    """The place of a tensor: its file, the first byte of its data there, and its entry."""
 
     path: Path
     begin: int
@@ -84,73 +84,73 @@ class TensorFiles:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        CheckpointError: see :func:`weight_files`; a header is damaged, or a tensor is there twice.
+        CheckpointError: see :func:`weight_files`; a header is damaged, or two files hold the same tensor.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places = _places(weight_files(folder))
+        self._places = _tensor_places(weight_files(folder))
 
     def names(self) -> list[str]:
-        """Names of all tensors, file by file in the order of their data."""
+        """Return the names of all tensors, file by file in the order of their data."""
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header."""
+        """Return the shape of a tensor, from the header."""
         return self._places[name].entry.shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, from the header."""
+        """Return the dtype of a tensor, from the header."""
         return self._places[name].entry.dtype
 
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from the file: its pages are released with it."""
+        """Map the tensor from its file; its pages are released with it."""
         return mapped(self._places[name])
 
 
 def mapped(place: Place) -> Tensor:
-    """The tensor at a place, mapped from the file: its pages are released with it."""
+    """Map the tensor at a place from its file; its pages are released with it."""
     entry = place.entry
     if entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    # Copy on write: nobody writes, but torch warns of memory that nobody may write.
+    # Copy on write: nothing writes to it, but torch warns about read-only memory.
     raw: Any = np.memmap(place.path, np.uint8, "c", place.begin, (entry.nbytes,))
     if place.begin % entry.dtype.itemsize:
         raw = np.array(raw)
     return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
 
 
-def _places(files: Iterable[Path]) -> dict[str, Place]:
-    """Where every tensor of these files lies, by name."""
-    found: dict[str, Place] = {}
+def _tensor_places(files: Iterable[Path]) -> dict[str, Place]:
+    """Return the place of every tensor of these files, by name."""
+    places: dict[str, Place] = {}
     for path in files:
         for place in read_header(path):
             name = place.entry.name
-            if name in found:
+            if name in places:
                 raise CheckpointError(
-                    f"{path.parent} holds the tensor {shown(name)} twice, in {found[name].path.name} and in "
+                    f"{path.parent} holds the tensor {shown(name)} twice, in {places[name].path.name} and in "
                     f"{path.name}; which one counts is open. Fetch or write the checkpoint again."
                 )
-            found[name] = place
-    return found
+            places[name] = place
+    return places
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether a path is a folder with weights in safetensors."""
+    """Check whether a path is a folder with weights in safetensors."""
     return any(os.path.isfile(folder / name) for name in (SINGLE, INDEX))
 
 
 def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
-    """The weight files of a checkpoint folder that are loaded; the same weights may be there in other layouts too.
+    """Return the weight files of a folder that are loaded; it may hold the same weights in other layouts too.
 
     Args:
         folder: with ``model.safetensors`` or ``model.safetensors.index.json``.
-        pickled: whether ``pytorch_model.bin`` (or its index) is read where there are no safetensors.
+        pickled: return ``pytorch_model.bin`` (or the files of its index) where there are no safetensors.
 
     Raises:
         CheckpointError: there are none; the index is damaged, names a file outside the folder, one that is missing, or
-            other tensors than the safetensors files hold; or both a single file and an index are there, of which every
-            reader takes another one.
+            other tensors than the safetensors files hold; or the folder has both a single file and an index, of which
+            readers take different ones.
     """
     kinds = [(SINGLE, INDEX), (PICKLED, PICKLED_INDEX)] if pickled else [(SINGLE, INDEX)]
     for single, index in kinds:
@@ -167,12 +167,12 @@ def weight_files(folder: Path, *, pickled: bool = False) -> list[Path]:
         if alone or names:
             return [folder / name for name in names or [single]]
     advice = "" if pickled else ". Only safetensors are read here; convert others with `pyprune export`"
-    wanted = f"neither {SINGLE} nor {INDEX}" + (f" nor {PICKLED}" if pickled else "")
-    raise CheckpointError(f"{folder} holds {wanted}{advice}.")
+    missing = f"neither {SINGLE} nor {INDEX}" + (f" nor {PICKLED}" if pickled else "")
+    raise CheckpointError(f"{folder} holds {missing}{advice}.")
 
 
 def largest_shard(folder: Path) -> int:
-    """Bytes of the largest of a checkpoint's shards, for another one that is to be split alike; 5 GB where it has one.
+    """Return the bytes of a checkpoint's largest shard, for writing shards of the same size; 5 GB for a single file.
 
     Raises:
         CheckpointError: see :func:`weight_files`.
@@ -182,7 +182,7 @@ def largest_shard(folder: Path) -> int:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file of the folder that an index names for it."""
+    """Return tensor -> file of the folder, as an index names them."""
     try:
         data = json.loads(read_bounded(index, HEADER_LIMIT_BYTES), object_pairs_hook=_distinct)
         where = dict(data["weight_map"].items())
@@ -202,9 +202,9 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _check_indexed(folder: Path, where: Mapping[str, str]) -> None:
-    """Compare an index with what its files hold: some readers go by the one, some by the other."""
+    """Compare an index with the tensors of its files: some readers follow the one, some the other."""
     files = [folder / name for name in sorted(set(where.values()))]
-    held = {name: place.path.name for name, place in _places(files).items()}
+    held = {name: place.path.name for name, place in _tensor_places(files).items()}
     wrong = min((name for name in {*held, *where} if held.get(name) != where.get(name)), default=None)
     if wrong is not None:
         by_index, by_files = (shown(names[wrong]) if wrong in names else "no file" for names in (where, held))
@@ -215,15 +215,15 @@ def _check_indexed(folder: Path, where: Mapping[str, str]) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a key that is there twice would be read differently by different readers."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Make a JSON object; refuse a repeated key, which readers take differently."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return data
 
 
 def read_header(path: Path) -> list[Place]:
-    """Where every tensor of a safetensors file lies, in the order of their data, which is complete and without gaps.
+    """Return the places of a safetensors file's tensors, in the order of their data, which is complete and has no gaps.
 
     Raises:
         CheckpointError: the file cannot be read, is truncated, or its header is damaged.
@@ -239,7 +239,7 @@ def read_header(path: Path) -> list[Place]:
             raise ValueError("its header is no JSON object")
         facts = [(name, fact) for name, fact in header.items() if name != "__metadata__"]
         places = sorted((_place(path, 8 + length, *fact) for fact in facts), key=lambda p: (p.begin, p.entry.nbytes))
-        end = _end(places, 8 + length)
+        end = _data_end(places, 8 + length)
         if size != end:
             raise ValueError(f"the file has {size:,} bytes, its header says {end:,}")
     except (OSError, ValueError, RecursionError) as error:
@@ -251,8 +251,8 @@ def read_header(path: Path) -> list[Place]:
 
 
 def _place(path: Path, start: int, name: str, facts: Any) -> Place:
-    known: dict[str, Any] = facts if isinstance(facts, dict) else {}
-    dtype, shape, offsets = (known.get(key) for key in ("dtype", "shape", "data_offsets"))
+    fields: dict[str, Any] = facts if isinstance(facts, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{shown(name)} has the dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape, MAX_DIMENSIONS):
@@ -264,12 +264,12 @@ def _place(path: Path, start: int, name: str, facts: Any) -> Place:
 
 
 def _are_sizes(value: Any, most: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of at most this many sizes."""
+    """Check whether a value is a list of at most ``most`` sizes."""
     return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
-def _end(places: Sequence[Place], start: int) -> int:
-    """Where the data of tensors that follow each other without gaps ends."""
+def _data_end(places: Sequence[Place], start: int) -> int:
+    """Return the end of the tensors' data; refuse overlaps and gaps."""
     for place in places:
         if place.begin != start:
             raise ValueError(f"{shown(place.entry.name)} overlaps another tensor, or leaves a gap before it")
@@ -307,10 +307,10 @@ def write_shards(
 
     Args:
         folder: where to.
-        entries: what will come, in this order.
-        tensors: (name, values) in the same order; the values come in pieces, split along the first dimension. A piece
-            may be overwritten as soon as the next but one is requested, so that two buffers are enough.
-        max_shard_bytes: size at which a new file is begun (a larger tensor has a file of its own).
+        entries: of the tensors, in this order.
+        tensors: (name, values) in the same order, with the values in pieces, split along the first dimension. A piece
+            may be overwritten as soon as the one after the next is requested, so that two buffers are enough.
+        max_shard_bytes: size at which a new file begins (a larger tensor gets a separate file).
 
     Returns:
         File name -> SHA-256 of every file.
@@ -356,26 +356,26 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of eight bytes
-    with path.open("wb", buffering=0) as stream, _Behind(stream) as behind:
-        behind.put(np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8).data)
+    with path.open("wb", buffering=0) as stream, _BackgroundWriter(stream) as writer:
+        writer.put(np.frombuffer(struct.pack("<Q", len(text)) + text, np.uint8).data)
         for entry in track(entries, f"writing {path.name}"):
             name, pieces = next(tensors)
-            _write_tensor(behind, entry, name, pieces)
-    return behind.digest.hexdigest()
+            _write_tensor(writer, entry, name, pieces)
+    return writer.digest.hexdigest()
 
 
-def _write_tensor(behind: _Behind, entry: Entry, name: str, pieces: Iterable[Tensor]) -> None:
+def _write_tensor(writer: _BackgroundWriter, entry: Entry, name: str, pieces: Iterable[Tensor]) -> None:
     rows = 0
     for piece in pieces:
         rows += len(piece)
         if (name, piece.dtype, *piece.shape[1:]) != (entry.name, entry.dtype, *entry.shape[1:]):
             raise RuntimeError(f"{name} {piece.dtype} {tuple(piece.shape)} came where {entry} was announced.")
-        behind.put(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        writer.put(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     if (name, rows) != (entry.name, entry.shape[0]):
         raise RuntimeError(f"{rows} rows of {name} came where {entry} was announced.")
 
 
-class _Behind:
+class _BackgroundWriter:
     """Writes and hashes one piece while the next one is made, and starts writing to the disk early."""
 
     def __init__(self, stream: Any) -> None:
@@ -393,32 +393,32 @@ class _Behind:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._settle()
-            self._flushed()
+            self._wait_for_piece()
+            self._wait_for_flush()
         finally:
             self.pool.shutdown()
 
     def put(self, data: memoryview) -> None:
-        """Begin with a piece; the one before is done when this returns."""
-        self._settle()
-        # Both release the interpreter's lock, so they overlap with each other and with the making of the next piece.
+        """Start on a piece; the one before is done when this returns."""
+        self._wait_for_piece()
+        # Both release the interpreter's lock, so they overlap with each other and with making the next piece.
         self.pending = (self.pool.submit(self.digest.update, data), self.pool.submit(self._write, data))
         self._flush(len(data))
 
     def _flush(self, written: int) -> None:
-        """Send what the file holds to the disk during the work, so that the last flush finds little left."""
+        """Flush to the disk during the work, so that little is left for the last flush."""
         self.unflushed += written
         if self.unflushed >= FLUSH_BYTES and (self.flushing is None or self.flushing.done()):
             # Checked at every flush: the system reports a failed write once, and the next flush may succeed.
-            self._flushed()
+            self._wait_for_flush()
             self.flushing, self.unflushed = self.pool.submit(_FLUSH, self.stream.fileno()), 0
 
-    def _flushed(self) -> None:
+    def _wait_for_flush(self) -> None:
         flushing, self.flushing = self.flushing, None
         if flushing is not None:
             flushing.result()
 
-    def _settle(self) -> None:
+    def _wait_for_piece(self) -> None:
         pending, self.pending = self.pending, ()
         for done in pending:
             done.result()

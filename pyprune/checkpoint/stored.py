@@ -1,4 +1,4 @@
-"""A dense checkpoint on disk whose tensors are read one at a time, and the model that they belong to without them."""
+"""A dense checkpoint on disk whose tensors are read one at a time, and its model without parameters."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from pyprune.runtime.disk import disk_errors, reason
 
 
 class StoredModel:
-    """A dense checkpoint folder with safetensors: what its headers and its config.json say, and tensors as asked for.
+    """A dense checkpoint folder with safetensors: its headers, its configuration, and its tensors one at a time.
 
     Args:
         folder: a dense checkpoint of a known family, in one file or in shards.
-        dtype: of the tensors that :meth:`read` gives; None = each its own.
+        dtype: of the tensors that :meth:`read` returns; None = the stored one of each.
         device: where they are put.
-        scratch: a folder for tensors that take the place of the checkpoint's (:meth:`replace`), and for what is held
-            beside them (:meth:`zeros`); made when needed.
+        scratch: a folder for tensors that replace those of the checkpoint (:meth:`replace`) and for additional ones
+            (:meth:`zeros`); made when needed.
 
     Attributes:
         folder: the checkpoint.
@@ -77,16 +77,16 @@ class StoredModel:
         self._check_shapes()
 
     def model(self) -> PreTrainedModel:
-        """The dense model in eval mode, its parameters without memory (on the meta device), its buffers computed.
+        """Build the dense model in eval mode, its parameters without memory (on the meta device), its buffers computed.
 
-        It has what :meth:`replace` has added to it.
+        It includes parameters that :meth:`replace` has added.
         """
         config = copy.deepcopy(self.config)
         if self.dtype is not None:
             config.dtype = self.dtype
         model = without_parameters(config)
-        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        for name in self._replaced.keys() - own:
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for name in self._replaced.keys() - names:
             owner, _, last = name.rpartition(".")
             shape = self._replaced[name].entry.shape
             added = nn.Parameter(torch.empty(shape, dtype=model.dtype, device="meta"), requires_grad=False)
@@ -94,7 +94,7 @@ class StoredModel:
         return model
 
     def check(self, model: PreTrainedModel) -> None:
-        """Look at every tensor once, so that damage is found before hours of work, as it is where a model is loaded.
+        """Check every tensor once, so that damage is found before hours of work, as in a loaded model.
 
         Args:
             model: of :meth:`model`.
@@ -102,43 +102,41 @@ class StoredModel:
         Raises:
             CheckpointError: tensors are missing, foreign, not finite, or beyond the range of ``dtype``.
         """
-        wanted = parameter_shapes(model)
-        foreign = sorted(self._where.keys() - wanted.keys())
+        shapes = parameter_shapes(model)
+        foreign = sorted(self._where.keys() - shapes.keys())
         if foreign:
             raise CheckpointError(
                 f"{self.folder} holds {foreign[0]}, for which the model of its config.json has no place. The "
                 "checkpoint is damaged or its config.json was changed."
             )
-        for name in wanted:
+        for name in shapes:
             if self.dtype == torch.float16:
                 self.read(name)
             else:
                 self.mapped(name)
 
     def replace(self, name: str, values: Tensor) -> None:
-        """Let these values of a parameter stand for those of the checkpoint from now on, or be one more.
+        """Use these values of a parameter instead of the checkpoint's from now on, or add a parameter.
 
         Raises:
             OutputError: they cannot be written.
-            RuntimeError: there is no folder for them.
+            RuntimeError: ``scratch`` was not given.
         """
         if self._scratch is None:
             raise RuntimeError("There is no folder for tensors that were changed; give scratch.")
         path = self._scratch / f"{name}.safetensors"
-        beside = path.with_suffix(".part")  # what was mapped from the file before stays as it was
+        part = path.with_suffix(".part")  # tensors that were mapped from the old file keep their values
         with disk_errors(self._scratch):
             self._scratch.mkdir(exist_ok=True)
-            save_file({name: values.detach().cpu().contiguous()}, beside)
-            beside.replace(path)
+            save_file({name: values.detach().cpu().contiguous()}, part)
+            part.replace(path)
         (self._replaced[name],) = read_header(path)
         self._in_range.discard(name)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros on the CPU in a file that memory is mapped to: they need room on the disk, and the system keeps in
-        memory what fits there.
+        """Return zeros on the CPU, mapped from a file: the system keeps as much in memory as fits.
 
-        They lie where :meth:`replace` writes, or, where that is nowhere, among the temporary files (TMPDIR), and are
-        gone with the tensor.
+        Backed by a file next to the replaced tensors, else in TMPDIR; deleted with the tensor.
 
         Args:
             shape: of the tensor, at least one number.
@@ -154,7 +152,7 @@ class StoredModel:
             descriptor, path = tempfile.mkstemp(prefix="pyprune-", dir=folder)
             try:
                 if hasattr(os, "posix_fallocate"):  # Linux
-                    # A disk that is full is an error here, and would be a signal where the tensor is written to.
+                    # A full disk is an error here, and would be a signal where the tensor is written to.
                     os.posix_fallocate(descriptor, 0, size)
                 return torch.from_file(path, shared=True, size=count, dtype=dtype).view(*shape)
             finally:
@@ -169,11 +167,11 @@ class StoredModel:
 
     @property
     def replaced(self) -> list[str]:
-        """Names of the parameters for which :meth:`replace` has given values."""
+        """Return the names of the parameters that :meth:`replace` was called for."""
         return list(self._replaced)
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor by its parameter name as it is stored, mapped from its file.
+        """Map a tensor from its file, by its parameter name, in its stored dtype.
 
         Raises:
             CheckpointError: it is missing, or its values are not finite.
@@ -187,32 +185,32 @@ class StoredModel:
                 "incomplete or its config.json was changed; fetch it again."
             )
         tensor = self.files.read(self._where[name])
-        if name not in self._finite:  # some are read for every pass
+        if name not in self._finite:  # some are read in every pass
             check_finite(name, tensor, self.folder)
             self._finite.add(name)
         return tensor
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its parameter name, in ``dtype`` on ``device``.
+        """Read a tensor by its parameter name, in ``dtype`` on ``device``.
 
         Raises:
             CheckpointError: as :meth:`mapped`, or values beyond the range of ``dtype``.
         """
         tensor = self.mapped(name)
-        there = tensor.to(self.device)  # as it is stored, because a GPU converts faster
-        # A copy: what is mapped from the file would change with it.
-        found = there.to(self.dtype or tensor.dtype, copy=there is tensor)
-        if found.dtype != tensor.dtype and name not in self._in_range:
-            check_finite(name, found, self.folder)  # beyond the range of float16
+        moved = tensor.to(self.device)  # in the stored dtype, because a GPU converts faster
+        # A copy, because changes in place would reach the mapped tensor.
+        values = moved.to(self.dtype or tensor.dtype, copy=moved is tensor)
+        if values.dtype != tensor.dtype and name not in self._in_range:
+            check_finite(name, values, self.folder)  # beyond the range of float16
             self._in_range.add(name)
         if self._transform is not None:
             row, layer = self.family.match(name)
-            self._transform(NamedParam(name, nn.Parameter(found, requires_grad=False), row, layer))
-        return found
+            self._transform(NamedParam(name, nn.Parameter(values, requires_grad=False), row, layer))
+        return values
 
     @contextmanager
     def transformed(self, transform: Callable[[NamedParam], None]) -> Iterator[None]:
-        """Change every tensor that :meth:`read` gives in place until the block ends, by ``transform(parameter)``."""
+        """Change every tensor that :meth:`read` returns in place, by ``transform(parameter)``, until the block ends."""
         self._transform = transform
         try:
             yield
@@ -221,18 +219,18 @@ class StoredModel:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters, in the order of the files, without what Transformers does not load."""
+        """Return the names of the parameters that Transformers loads, in the order of the files."""
         return list(dict.fromkeys((*self._where, *self._replaced)))
 
     def entry(self, name: str) -> Entry:
-        """Shape and stored dtype of a parameter, by its name."""
+        """Return shape and stored dtype of a parameter, by its name."""
         if name in self._replaced:
             return self._replaced[name].entry
         stored = self._where[name]
         return Entry(name, self.files.dtype(stored), self.files.shape(stored))
 
     def _parameter_names(self) -> dict[str, str]:
-        """Parameter name -> name in the files."""
+        """Return parameter name -> name in the files."""
         names: dict[str, str] = {}
         for name in self.files.names():
             if name.endswith("rotary_emb.inv_freq"):
@@ -249,12 +247,12 @@ class StoredModel:
         return names
 
     def _parameter_name(self, name: str) -> str:
-        """The model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
+        """Return the model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
         rows = self.family.rows
         return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in rows)), name)
 
     def _check_shapes(self) -> None:
-        """Compare the files with the dense model: of a larger tensor a part would be taken as if it were the whole."""
+        """Compare shapes with the dense model's: a cut would take a part of a larger tensor as the whole."""
         for dense, name in self._where.items():
             shape = self.files.shape(name)
             expected = self._shapes.get(dense, shape)  # a foreign tensor is refused where the output is planned
@@ -266,7 +264,7 @@ class StoredModel:
 
 
 def without_parameters(config: PretrainedConfig) -> PreTrainedModel:
-    """A model in eval mode whose parameters have no memory (they are on the meta device); its buffers are computed."""
+    """Build a model in eval mode whose parameters have no memory (on the meta device); its buffers are computed."""
     with no_init_weights(), _parameters_on_meta():
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
     model.tie_weights()
@@ -276,15 +274,15 @@ def without_parameters(config: PretrainedConfig) -> PreTrainedModel:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Take the memory of every parameter away as soon as a module has made it: one of them exists at a time."""
+    """Free the memory of every parameter as soon as a module has made it: one of them exists at a time."""
     register = nn.Module.register_parameter
 
-    def without_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # what is shared stays one object
+    def drop_memory(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # a shared parameter stays one object
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(self, name, param)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = drop_memory  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: read safely and as tokenizer.json says, copied byte for byte."""
+"""Read the tokenizer of a checkpoint safely and as tokenizer.json says, and copy it byte for byte."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ MARKS = ("tokenizer*", "*vocab*", "*.model", "*.model.v*", "*.tiktoken", "tekken
 """A folder with a file of such a name has a tokenizer."""
 COPIED = (*TOKENIZER_FILES, CHAT_TEMPLATES)
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-OF_THE_RUN = ("local_files_only", "is_local", "name_or_path", "gguf_file", "_commit_hash")
-"""What Transformers writes of how a tokenizer was loaded, which is nothing of the tokenizer."""
+LOADING_ENTRIES = ("local_files_only", "is_local", "name_or_path", "gguf_file", "_commit_hash")
+"""Entries that Transformers writes about the loading of a tokenizer, not about the tokenizer."""
 _ORIGIN = "_pyprune_origin"
 SAMPLES = (
     "Under the green hill, seven letters.", "two  spaces\tand\n\n    1,234 + 5.6 = it's", "Grüße, 世界! العربية 👩🏽",
     "def f(x):\n        return {'a': x[0]}\r\n",
 )  # fmt: skip
-"""Texts on which a class and its tokenizer.json are compared; steps may be written in several ways and do the same."""
+"""Texts on which a class and its tokenizer.json are compared, because different steps may do the same."""
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False, **options: Any) -> Any:
-    """The tokenizer of a folder or hub id, or None when a folder has none.
+    """Load the tokenizer of a folder or hub id; None when a folder has none.
 
-    It splits text as tokenizer.json says, also where the class named beside it would do otherwise (a byte-level one
-    called LlamaTokenizer), and has no token that neither the file nor tokenizer_config.json has.
+    It splits text as tokenizer.json says, also where the class in tokenizer_config.json would split differently (a
+    byte-level one called LlamaTokenizer), and has no token that neither file has.
 
     Args:
         source: folder or hub id.
         trust_remote_code: run the repository's own Python code.
-        options: ``revision`` and ``gguf_file``, as :func:`pyprune.checkpoint.load.load_model` has them.
+        options: ``revision`` and ``gguf_file``, as in :class:`pyprune.checkpoint.load.ModelSource`.
 
     Raises:
         CheckpointError: its files are damaged, or need code that is not run.
@@ -59,67 +59,67 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False, **options: A
         if not any(_files(folder, MARKS)):
             return None
         _check_token_ids(folder / "tokenizer.json")
-        own_code = _own_code(folder)
+        has_code = _has_code(folder)
         tokenizer = _read(AutoTokenizer, source, trust_remote_code=trust_remote_code, **options)
-        if (folder / "tokenizer.json").is_file() and not own_code:
-            tokenizer = _as_the_file_says(folder, tokenizer)
+        if (folder / "tokenizer.json").is_file() and not has_code:
+            tokenizer = _follow_file(folder, tokenizer)
         setattr(tokenizer, _ORIGIN, (folder, _state(tokenizer)))
         return tokenizer
 
 
 def _folder(source: str, revision: str | None) -> Path:
-    """The folder of the tokenizer's files; those of a hub id are fetched."""
+    """Return the folder of the tokenizer's files; those of a hub id are fetched."""
     if os.path.isdir(source):
         return Path(source)
     return Path(snapshot_download(source, revision=revision, allow_patterns=[*TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*"]))
 
 
 def _read(kind: Any, source: str | Path, **options: Any) -> Any:
-    with _without_panic_reports():
+    with _hide_panic_reports():
         return kind.from_pretrained(source, **options)
 
 
-def _own_code(folder: Path) -> bool:
-    """Whether the tokenizer brings its own class."""
+def _has_code(folder: Path) -> bool:
+    """Check whether the repository contains code for the tokenizer."""
     path = folder / TOKENIZER_CONFIG
     return path.is_file() and "auto_map" in read_mapping(path)
 
 
-def _as_the_file_says(folder: Path, tokenizer: Any) -> Any:
-    """The tokenizer itself, or where its class does otherwise than tokenizer.json, the file's without a class."""
-    if type(tokenizer) is PreTrainedTokenizerFast:  # without a class of its own already
+def _follow_file(folder: Path, tokenizer: Any) -> Any:
+    """Return the tokenizer, or, where its class differs from tokenizer.json, one that follows the file."""
+    if type(tokenizer) is PreTrainedTokenizerFast:  # it follows the file already
         return tokenizer
     plain = _read(PreTrainedTokenizerFast, folder)
-    if getattr(tokenizer, "is_fast", False) and _splitting(tokenizer) == _splitting(plain):
+    if getattr(tokenizer, "is_fast", False) and _split_settings(tokenizer) == _split_settings(plain):
         return tokenizer
     if not getattr(tokenizer, "is_fast", False) or any(_ids(tokenizer, text) != _ids(plain, text) for text in SAMPLES):
-        _say_once(
+        _warn_once(
             f"Transformers reads the tokenizer of {folder} as {type(tokenizer).__name__}, which splits text otherwise "
             "than its tokenizer.json. The file is followed here; an engine that follows the class reads other tokens."
         )
-    known = plain.get_vocab()
-    for name in NAMED_TOKENS:  # a class knows its usual ones, which the files of early releases do not name
+    vocabulary = plain.get_vocab()
+    for name in NAMED_TOKENS:  # a class has defaults, which the files of early releases do not name
         token = getattr(tokenizer, name, None)
-        if getattr(plain, name) is None and token is not None and str(token) in known:
+        if getattr(plain, name) is None and token is not None and str(token) in vocabulary:
             setattr(plain, name, token)
     return plain
 
 
 def _ids(tokenizer: Any, text: str) -> Any:
-    """Token ids of a text; None where a class has put together what cannot split it."""
+    """Return the token ids of a text; None where the class cannot split it."""
     try:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception:  # of Rust, without a type of its own
+    except Exception:  # Rust raises it as a plain Exception
         return None
 
 
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     warn(text)
 
 
-def _splitting(tokenizer: Any) -> tuple[Any, ...]:
-    """What decides how a fast tokenizer splits text; where two are equal, they do it alike (vocabularies aside)."""
+def _split_settings(tokenizer: Any) -> tuple[Any, ...]:
+    """Return the settings that decide how a fast tokenizer splits text, apart from its vocabulary."""
     core = tokenizer.backend_tokenizer
     steps = (core.normalizer, core.pre_tokenizer, core.decoder)
     options = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout", "continuing_subword_prefix")
@@ -131,17 +131,17 @@ def _splitting(tokenizer: Any) -> tuple[Any, ...]:
 
 
 def _state(tokenizer: Any) -> str:
-    """What a caller may have changed since a tokenizer was loaded."""
+    """Return the properties that a caller may have changed since a tokenizer was loaded."""
     return repr((len(tokenizer), tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side))
 
 
 def no_tokenizer(source: str | Path) -> CheckpointError:
-    """The error where text is to be read and a model has no tokenizer.
+    """Return the error for a model without a tokenizer where text must be read.
 
     Args:
         source: folder or hub id of the model.
     """
-    if has_record(source):  # which refuses files that it does not list
+    if has_record(source):  # the record refuses files that it does not list
         advice = "Add tokenizer.json to the model that it was made from, and make it again."
     elif Path(source).is_dir():
         advice = "Add its tokenizer.json."
@@ -151,10 +151,10 @@ def no_tokenizer(source: str | Path) -> CheckpointError:
 
 
 def write_tokenizer(tokenizer: Any, out: Path) -> None:
-    """Write a tokenizer: the files that it was loaded from, unless it was changed or made since.
+    """Write a tokenizer: the files that it was loaded from, unless it was changed or is new.
 
     Args:
-        tokenizer: of :func:`load_tokenizer` or Transformers; None writes nothing.
+        tokenizer: from :func:`load_tokenizer` or Transformers; None writes nothing.
         out: an existing folder.
     """
     folder, state = getattr(tokenizer, _ORIGIN, (None, None))
@@ -162,12 +162,12 @@ def write_tokenizer(tokenizer: Any, out: Path) -> None:
         copy_tokenizer(folder, out)
     elif tokenizer is not None:
         tokenizer.save_pretrained(out)
-        _forget_the_run(out / TOKENIZER_CONFIG)
+        _remove_loading_entries(out / TOKENIZER_CONFIG)
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Copy the tokenizer's files of a checkpoint, byte for byte, to another folder; nothing where there are none."""
-    for path in _files(folder, (*COPIED, "*.py") if _own_code(folder) else COPIED):
+    """Copy the tokenizer's files of a checkpoint, byte for byte, to another folder; none are required."""
+    for path in _files(folder, (*COPIED, "*.py") if _has_code(folder) else COPIED):
         if path.is_file():
             shutil.copyfile(path, out / path.name)
         else:
@@ -178,16 +178,16 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if any(fnmatch.fnmatch(path.name, p) for p in patterns)]
 
 
-def _forget_the_run(path: Path) -> None:
-    """Leave how it was loaded out of a written tokenizer_config.json, and name a class that all releases have."""
-    values = {name: value for name, value in json.loads(path.read_text()).items() if name not in OF_THE_RUN}
+def _remove_loading_entries(path: Path) -> None:
+    """Remove the entries about loading from a tokenizer_config.json, and name a class that all releases have."""
+    values = {name: value for name, value in json.loads(path.read_text()).items() if name not in LOADING_ENTRIES}
     if values.get("tokenizer_class") == "TokenizersBackend":  # Transformers 5's name, which 4 does not know
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _check_token_ids(path: Path) -> None:
-    """The tokenizers library makes a table as long as the largest id, and ends the process where that does not fit."""
+    """Refuse huge token ids: the tokenizers library makes a table of that length, or ends the process."""
     if not path.is_file():
         return
     data = read_mapping(path)
@@ -205,10 +205,10 @@ def _check_token_ids(path: Path) -> None:
 
 
 @contextmanager
-def _without_panic_reports() -> Iterator[None]:
-    """Keep what the block writes to stderr, and let it through unless Rust panics.
+def _hide_panic_reports() -> Iterator[None]:
+    """Hold back the stderr of the block, and release it unless Rust panics.
 
-    The tokenizers library reports a panic there by itself, a page with RUST_BACKTRACE, before the exception arrives.
+    The tokenizers library prints a panic there (a page with RUST_BACKTRACE) before the exception arrives.
     """
     try:
         sys.stderr.flush()
@@ -217,8 +217,8 @@ def _without_panic_reports() -> Iterator[None]:
         yield
         return
     panicked = False
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
         try:
             yield
         except BaseException as error:
@@ -228,6 +228,6 @@ def _without_panic_reports() -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(real, 2)
             os.close(real)
-            kept.seek(0)
+            held.seek(0)
             if not panicked:
-                sys.stderr.write(kept.read().decode(errors="replace"))
+                sys.stderr.write(held.read().decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The files of a checkpoint compared with its record: by every command, and once for all processes of a server."""
+"""Compare the files of a checkpoint with its record: in every command, and once for all processes of a server."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from pyprune.runtime.files import CHECKPOINT_MANIFEST, file_digest, read_bounded
 from pyprune.runtime.progress import warn
 
 VERIFY = "PYPRUNE_VERIFY"
-"""Environment variable: 0 = the files of checkpoints are used as they are; 1 or unset = they are compared."""
+"""Environment variable: 0 = the files of checkpoints are used unchecked; 1 or unset = they are compared."""
 SERVER = "PYPRUNE_SERVER"
 """Environment variable by which the processes of one server know each other; set by :func:`begin_server`."""
 VERDICT = b"verified"
 VERDICT_LIFETIME_S = 24 * 3600
-"""Age at which a verdict is removed. Nobody reads one that old: it holds for the start of one server."""
+"""Age at which a verdict is removed. It is used only at the start of one server."""
 SETTLED_S = 2.0
-"""A verdict is left for files that are older than this: a change at the same tick of the file system's clock as the one
-before it would leave no trace in the file's times."""
+"""A verdict is written only for files that are older than this: two changes at the same tick of the file system's clock
+leave equal times."""
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EDITABLE = ("generation_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
-"""Files that operators adapt: an edited one is a warning, an edited file of any other name an error."""
+"""Files that operators adapt: if one was edited, that is a warning; for a file of any other name, an error."""
 TOKENIZER_FILES = (
     "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
     "*.model", "*.model.v*", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
@@ -42,7 +42,7 @@ TOKENIZER_FILES = (
 """Names of top-level files of tokenizers and chat templates, in all formats."""
 CHAT_TEMPLATES = "additional_chat_templates"
 LOADED_FILES = (
-    # weights, and what says which file they are in
+    # weights and their indices
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.msgpack", "*.h5", "*.npz", "*.pkl",
     "*.index.json", "*.index", "consolidated*", "weight_names.json",
     # configurations: of the model, of generation, of quantisation, of adapters, of processors
@@ -53,24 +53,24 @@ LOADED_FILES = (
 )  # fmt: skip
 """Names of top-level files that Transformers, vLLM or PEFT would read from a checkpoint folder."""
 LOADED_FOLDERS = (CHAT_TEMPLATES, "custom_generate")
-"""Folders of which they would read every file."""
+"""Folders whose files they would all read."""
 
 
 def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> None:
-    """Compare a checkpoint with its record: the files that it lists, and no other that a loader would read.
+    """Compare a checkpoint with its record: it has the listed files, and no other that a loader would read.
 
     An edited generation configuration or chat template is a warning that names the file. With ``PYPRUNE_VERIFY=0``
-    nothing is compared, and a warning says so.
+    nothing is compared, and a warning is printed.
 
     Args:
         folder: the checkpoint.
-        record: what its ``pruning.json`` says.
-        server: name of the server that this process belongs to (:func:`current_server`). What another process of it
-            found is believed, as long as size, times and inode of every file are those that it saw; while it is
-            looking, this one waits. Empty = the files are compared in any case.
+        record: of its ``pruning.json``.
+        server: name of the server that this process belongs to (:func:`current_server`). Its processes
+            share one verdict, as long as size, times and inode of every file do not change; while another process
+            compares, this one waits. Empty = the files are compared in any case.
 
     Raises:
-        CheckpointError: a file is missing or was changed, a file is there that the record does not list, or the index
+        CheckpointError: a file is missing, was changed or is not in the record, or the index
             of the weights names other tensors than the files hold.
         ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
     """
@@ -85,7 +85,7 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
 
 
 def is_wanted() -> bool:
-    """Whether files are to be compared.
+    """Check whether files must be compared.
 
     Raises:
         ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
@@ -97,17 +97,17 @@ def is_wanted() -> bool:
 
 
 def current_server() -> str:
-    """The name of the server that this process belongs to; "" where it belongs to none."""
+    """Return the name of the server that this process belongs to; "" where it belongs to none."""
     return os.environ.get(SERVER, "")
 
 
 def new_server() -> str:
-    """A name for a server, which no other one has."""
+    """Return a unique name for a server."""
     return secrets.token_hex(16)
 
 
 def begin_server() -> None:
-    """Let this process and those that it starts be one server, if they are not one already."""
+    """Make this process and those that it starts one server, if they are not one already."""
     os.environ[SERVER] = current_server() or new_server()
 
 
@@ -148,7 +148,7 @@ def _digest(path: Path) -> str:
 
 
 def _is_adapted(path: Path, name: str, record: PruningRecord) -> bool:
-    """Whether a file that differs was edited by somebody who may, and is whole: text, or a JSON object."""
+    """Check whether a changed file may be edited and is whole: text, or a JSON object."""
     if name == TOKENIZER_CONFIG:
         return record.tokenizer_config is not None and digest_without_template(path) == record.tokenizer_config
     if not any(fnmatchcase(name, pattern) for pattern in EDITABLE):
@@ -160,9 +160,9 @@ def _is_adapted(path: Path, name: str, record: PruningRecord) -> bool:
 
 
 def digest_without_template(path: Path) -> str | None:
-    """SHA-256 (hex) of what ``tokenizer_config.json`` says beside the chat template; None where it is no JSON object.
+    """Return the SHA-256 (hex) of ``tokenizer_config.json`` without the chat template; None where it is no JSON object.
 
-    It tells an edited template from an edited tokenizer.
+    It separates an edited template from an edited tokenizer.
     """
     try:
         values = read_json(path)
@@ -185,7 +185,7 @@ def _refuse_stray(folder: Path, record: PruningRecord) -> None:
 
 
 def _loaded_names(folder: Path) -> Iterator[str]:
-    """What a loader would read of a folder, by name; links and folders count as well, hidden files do not."""
+    """Yield the names that a loader would read in a folder; links and folders count as well, hidden files do not."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -199,46 +199,46 @@ def _loaded_names(folder: Path) -> Iterator[str]:
 
 
 def _is_loaded(name: str) -> bool:
-    own = name == CHECKPOINT_MANIFEST or name.startswith(".")
-    return not own and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
+    ignored = name == CHECKPOINT_MANIFEST or name.startswith(".")
+    return not ignored and any(fnmatchcase(name.lower(), pattern) for pattern in LOADED_FILES)
 
 
 # --- once for a server ---------------------------------------------------------------------------
 
 
 def _compare_once(folder: Path, record: PruningRecord, server: str) -> None:
-    """Every rank of a server asks this at the same time: the first one compares, the others wait and believe it."""
+    """Compare once for all ranks of a server, which call this at the same time: the first compares, the others wait."""
     facts = _facts(folder, record, server)
     with _verdict(facts) as file:
         if file is not None and os.pread(file, len(VERDICT) + 1, 0) == VERDICT:
             return
         _compare(folder, record)
         if file is not None and _facts(folder, record, server) == facts and _are_settled(folder, record):
-            with suppress(OSError):  # a full disk; half a verdict is none, and the next process compares for itself
+            with suppress(OSError):  # a full disk; half a verdict does not count, and the next process compares again
                 os.pwrite(file, VERDICT, 0)
             _remove_old_verdicts()
 
 
 def _facts(folder: Path, record: PruningRecord, server: str) -> str:
-    """What a verdict holds for: one server, one folder, one record, and its files as they are now."""
-    seen = {}
+    """Return the facts that a verdict is for: one server, folder and record, and the present state of its files."""
+    states = {}
     for name in record.files:
         _refuse_missing(folder, name)
-        found = os.stat(folder / name)
-        seen[name] = [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-    return json.dumps([server, str(folder.resolve()), record.files, record.tokenizer_config, seen])
+        state = os.stat(folder / name)
+        states[name] = [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    return json.dumps([server, str(folder.resolve()), record.files, record.tokenizer_config, states])
 
 
 def _are_settled(folder: Path, record: PruningRecord) -> bool:
-    """Whether no file was changed a moment ago; st_mtime may be of a machine whose clock is ahead."""
+    """Check that no file changed a moment ago; st_mtime may be of a machine whose clock is ahead."""
     times = [os.stat(folder / name).st_ctime for name in record.files]
     return time.time() - max(times, default=0.0) > SETTLED_S
 
 
 @contextmanager
 def _verdict(facts: str) -> Iterator[int | None]:
-    """A file of this user's own for these facts, which one process at a time holds; None where there can be none."""
-    descriptor = _opened_verdict(hashlib.sha256(facts.encode()).hexdigest())
+    """Lock the verdict file for these facts, which one process at a time holds; yield None where none can be made."""
+    descriptor = _open_verdict(hashlib.sha256(facts.encode()).hexdigest())
     try:
         yield descriptor
     finally:
@@ -246,15 +246,15 @@ def _verdict(facts: str) -> Iterator[int | None]:
             os.close(descriptor)  # the lock ends with it
 
 
-def _opened_verdict(name: str) -> int | None:
+def _open_verdict(name: str) -> int | None:
     try:
         path = _verdict_folder() / name
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
             raise PermissionError
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError:
@@ -264,15 +264,15 @@ def _opened_verdict(name: str) -> int | None:
 
 
 def _verdict_folder() -> Path:
-    """A folder that nobody else can write to; on a shared machine another user may have taken its name.
+    """Return a folder that no other user can write to; on a shared machine another one may have taken its name.
 
     Raises:
         OSError: there is none.
     """
     folder = Path(tempfile.gettempdir()) / f"pyprune-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    state = os.lstat(folder)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise PermissionError(f"{folder} is not a folder of this user alone")
     return folder
 
