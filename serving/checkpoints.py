@@ -321,9 +321,9 @@ def verify_checkpoint(source: str | Path, *, server: str | None = None) -> None:
             pruning.json does not list and a loader would read; the message names it.
     """
     from pyprune.checkpoint.record import has_record, read_pruning_json
-    from pyprune.checkpoint.verify import INDEX, current_server, is_wanted, verify_files
+    from pyprune.checkpoint.verify import INDEX, current_server, is_verification_on, verify_files
 
-    is_wanted()  # refuses a wrong value of the variable for every folder
+    is_verification_on()  # refuses a wrong value of the variable for every folder
     if has_record(source):
         name = current_server() if server is None else server
         verify_files(Path(source), read_pruning_json(source), server=name)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
-from pyprune.checkpoint.damage import actionable, named, read_mapping
+from pyprune.checkpoint.damage import actionable, label, read_mapping
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
 from pyprune.checkpoint.gguf_config import check_architecture, complete_config
 from pyprune.checkpoint.plausible import (
@@ -161,7 +161,7 @@ def is_folder(source: str) -> bool:
     if os.path.isdir(source):
         return True
     if os.path.isabs(source) or source.startswith(("./", "../")) or os.path.lexists(source):
-        raise CheckpointError(f"{named(source)} is not a folder. Give a checkpoint folder or a hub id.")
+        raise CheckpointError(f"{label(source)} is not a folder. Give a checkpoint folder or a hub id.")
     return False
 
 
@@ -182,7 +182,7 @@ def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
     if isinstance(text, Mapping):
         towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))
         raise UnsupportedModelError(
-            f"{named(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
+            f"{label(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
             "pruned. Load it with Transformers, save its language_model and text_config as a checkpoint, and give that."
         )
 

@@ -18,7 +18,7 @@ from pyprune.runtime.files import JSON_BYTES, read_json
 from pyprune.runtime.limits import one_line
 
 
-def named(source: str) -> str:
+def label(source: str) -> str:
     """Return a path or hub id for a message: unchanged, unless it is very long or would not stay on one line."""
     return source if source.isprintable() and len(source) <= 300 else shown(source)
 
@@ -52,7 +52,7 @@ def actionable(source: str) -> Iterator[None]:
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    name = named(source)
+    name = label(source)
     try:
         yield
     except PypruneError:
@@ -82,7 +82,7 @@ def actionable(source: str) -> Iterator[None]:
 
 
 def _refuse(source: str, error: BaseException) -> None:
-    text, name = _reason(error), named(source)
+    text, name = _reason(error), label(source)
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         raise UnsupportedModelError(f"{name}: {text}") from error
     if not os.path.isdir(source):

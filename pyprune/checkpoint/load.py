@@ -29,7 +29,7 @@ from pyprune.checkpoint.configuration import (
     load_config,
     read_gguf_config,
 )
-from pyprune.checkpoint.damage import actionable, named
+from pyprune.checkpoint.damage import actionable, label
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.plausible import CONFIG, check_config, check_parameters, read_config
@@ -215,7 +215,7 @@ class ModelSource:
         file = cached_file(self.name, self.gguf_file or CONFIG, revision=self.revision)
         commit = extract_commit_hash(file, None)
         if commit is None:
-            raise CheckpointError(f"{named(self.name)} is not a local folder, and the hub names no commit of it.")
+            raise CheckpointError(f"{label(self.name)} is not a local folder, and the hub names no commit of it.")
         return f"{commit}/{self.gguf_file}" if self.gguf_file else commit
 
     def streaming_obstacle(self) -> str | None:
@@ -240,7 +240,7 @@ class ModelSource:
             return f"{self.name} has a record, with whose checksums it is compared when it is loaded"
         return self.streaming_obstacle()
 
-    def stored(self, *, dtype: str, device: torch.device | str, scratch: Path | None = None) -> StoredModel:
+    def open_stored(self, *, dtype: str, device: torch.device | str, scratch: Path | None = None) -> StoredModel:
         """Open the model with its weights on disk, to be read one tensor at a time.
 
         Raises:
@@ -250,9 +250,9 @@ class ModelSource:
             raise CheckpointError(f"{self.name} has no safetensors, from which weights could be streamed.")
         return StoredModel(self.folder, dtype=DTYPES[dtype], device=device, scratch=scratch)
 
-    def layers(self, *, dtype: str, device: str) -> StoredLayers:
+    def open_layers(self, *, dtype: str, device: str) -> StoredLayers:
         """Open the model to run it with one layer in memory at a time; needs no :meth:`layers_obstacle`."""
-        return StoredLayers(self.stored(dtype=dtype, device=resolve_device(device)))
+        return StoredLayers(self.open_stored(dtype=dtype, device=resolve_device(device)))
 
     def shapes(self, dtype: str = "float32") -> PreTrainedModel:
         """Build the model on the meta device: modules and shapes. Of its weight files only the headers are read.
@@ -350,7 +350,7 @@ def load_model(
 def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(
-            f"{named(source)} holds an adapter, which was put on top of its weights. Merge it into its base model "
+            f"{label(source)} holds an adapter, which was put on top of its weights. Merge it into its base model "
             "first (peft: merge_and_unload, then save_pretrained)."
         )
     check_filled(source, info)
@@ -366,7 +366,7 @@ def _check_shapes(source: str, model: PreTrainedModel) -> None:
     wrong = [name for name, shape in shapes.items() if expected.get(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"The weights of {named(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
+            f"The weights of {label(source)} do not fit the sizes that its GGUF file names: {wrong[0]} has the shape "
             f"{shapes[wrong[0]]}, expected {expected.get(wrong[0])}. The file is damaged; fetch it again."
         )
 
@@ -376,7 +376,7 @@ def _move_to_device(model: PreTrainedModel, place: torch.device, source: str) ->
         return cast(PreTrainedModel, cast(Any, model).to(place).eval())
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{named(source)} does not fit into the memory of {place}. Use --device cpu, a smaller dtype, or free it."
+            f"{label(source)} does not fit into the memory of {place}. Use --device cpu, a smaller dtype, or free it."
         ) from error
 
 
@@ -397,7 +397,7 @@ def check_filled(source: str, info: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"The weights of {named(source)} do not fit its config.json ({'; '.join(problems)}). "
+            f"The weights of {label(source)} do not fit its config.json ({'; '.join(problems)}). "
             "The checkpoint is incomplete or its config.json was changed."
         )
 

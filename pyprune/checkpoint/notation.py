@@ -22,7 +22,7 @@ def write_older_notation(folder: Path, dtype: str | None = None) -> None:
 
     Args:
         folder: of a checkpoint that is being written.
-        dtype: of the written weights, where it is not that of the weights in memory, which save_pretrained records.
+        dtype: of the written weights, if they were converted; save_pretrained records that of the weights in memory.
     """
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))

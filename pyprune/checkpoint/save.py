@@ -78,7 +78,9 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
         return
     kept = model.config.dtype
     # Named parameters, not the state dict: a tied head appears once, and its sharing survives conversion.
-    state = {name: converted(name, t.detach(), DTYPES[dtype], trained=trained) for name, t in model.named_parameters()}
+    state = {
+        name: convert_weight(name, t.detach(), DTYPES[dtype], trained=trained) for name, t in model.named_parameters()
+    }
     try:
         model.config.dtype = DTYPES[dtype]
         with _generation_config_as_it_is(model, folder):
@@ -87,7 +89,7 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
         model.config.dtype = kept
 
 
-def converted(name: str, weight: torch.Tensor, dtype: torch.dtype, *, trained: bool = False) -> torch.Tensor:
+def convert_weight(name: str, weight: torch.Tensor, dtype: torch.dtype, *, trained: bool = False) -> torch.Tensor:
     """Convert a weight to the dtype that it is written in; ``trained`` as in :func:`save_checkpoint`.
 
     Raises:

@@ -105,10 +105,10 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Map the tensor from its file; its pages are released with it."""
-        return mapped(self._places[name])
+        return map_tensor(self._places[name])
 
 
-def mapped(place: Place) -> Tensor:
+def map_tensor(place: Place) -> Tensor:
     """Map the tensor at a place from its file; its pages are released with it."""
     entry = place.entry
     if entry.nbytes == 0:

@@ -23,7 +23,7 @@ from pyprune.checkpoint.shards import (
     Place,
     TensorFiles,
     check_finite,
-    mapped,
+    map_tensor,
     read_header,
 )
 from pyprune.errors import CheckpointError, OutputError
@@ -84,7 +84,7 @@ class StoredModel:
         config = copy.deepcopy(self.config)
         if self.dtype is not None:
             config.dtype = self.dtype
-        model = without_parameters(config)
+        model = build_without_parameters(config)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name in self._replaced.keys() - names:
             owner, _, last = name.rpartition(".")
@@ -113,7 +113,7 @@ class StoredModel:
             if self.dtype == torch.float16:
                 self.read(name)
             else:
-                self.mapped(name)
+                self.map_tensor(name)
 
     def replace(self, name: str, values: Tensor) -> None:
         """Use these values of a parameter instead of the checkpoint's from now on, or add a parameter.
@@ -166,18 +166,18 @@ class StoredModel:
             ) from error
 
     @property
-    def replaced(self) -> list[str]:
+    def replaced_names(self) -> list[str]:
         """Return the names of the parameters that :meth:`replace` was called for."""
         return list(self._replaced)
 
-    def mapped(self, name: str) -> Tensor:
+    def map_tensor(self, name: str) -> Tensor:
         """Map a tensor from its file, by its parameter name, in its stored dtype.
 
         Raises:
             CheckpointError: it is missing, or its values are not finite.
         """
         if name in self._replaced:
-            return mapped(self._replaced[name])
+            return map_tensor(self._replaced[name])
         if name not in self._where:
             shape = self._shapes.get(name)
             raise CheckpointError(
@@ -194,9 +194,9 @@ class StoredModel:
         """Read a tensor by its parameter name, in ``dtype`` on ``device``.
 
         Raises:
-            CheckpointError: as :meth:`mapped`, or values beyond the range of ``dtype``.
+            CheckpointError: as :meth:`map_tensor`, or values beyond the range of ``dtype``.
         """
-        tensor = self.mapped(name)
+        tensor = self.map_tensor(name)
         moved = tensor.to(self.device)  # in the stored dtype, because a GPU converts faster
         # A copy, because changes in place would reach the mapped tensor.
         values = moved.to(self.dtype or tensor.dtype, copy=moved is tensor)
@@ -209,7 +209,7 @@ class StoredModel:
         return values
 
     @contextmanager
-    def transformed(self, transform: Callable[[NamedParam], None]) -> Iterator[None]:
+    def transform_reads(self, transform: Callable[[NamedParam], None]) -> Iterator[None]:
         """Change every tensor that :meth:`read` returns in place, by ``transform(parameter)``, until the block ends."""
         self._transform = transform
         try:
@@ -263,7 +263,7 @@ class StoredModel:
                 )
 
 
-def without_parameters(config: PretrainedConfig) -> PreTrainedModel:
+def build_without_parameters(config: PretrainedConfig) -> PreTrainedModel:
     """Build a model in eval mode whose parameters have no memory (on the meta device); its buffers are computed."""
     with no_init_weights(), _parameters_on_meta():
         model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))

@@ -63,7 +63,7 @@ def _is_markable(samples: TokenSamples) -> bool:
     return samples.ids.shape[1] >= SHINGLE
 
 
-def unguarded(samples: Iterable[TokenSamples]) -> list[str]:
+def unmarked_text_warnings(samples: Iterable[TokenSamples]) -> list[str]:
     """Return warnings about sequences that are too short for marks, one sentence for each length."""
     problem = f"shorter than {SHINGLE} and leave no marks: pyprune eval cannot tell that a test text was read here."
     samples = list(samples)

@@ -74,7 +74,7 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
             of the weights names other tensors than the files hold.
         ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
     """
-    if not is_wanted():
+    if not is_verification_on():
         warn(f"The files of {folder} were not verified: {VERIFY} is 0.")
         return
     if server:
@@ -84,7 +84,7 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
     _refuse_stray(folder, record)
 
 
-def is_wanted() -> bool:
+def is_verification_on() -> bool:
     """Check whether files must be compared.
 
     Raises:

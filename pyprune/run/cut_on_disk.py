@@ -18,9 +18,9 @@ from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import write_record
-from pyprune.checkpoint.save import converted
+from pyprune.checkpoint.save import convert_weight
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
-from pyprune.checkpoint.stored import StoredModel, without_parameters
+from pyprune.checkpoint.stored import StoredModel, build_without_parameters
 from pyprune.checkpoint.tokenizer import copy_tokenizer
 from pyprune.cut.compact import Buffers, CompactReport, TensorCut, tensor_cut
 from pyprune.cut.mask import gauge_weight
@@ -152,7 +152,7 @@ class StreamedCut:
         """The cut model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
         config = copy.deepcopy(self._target.config)
         config.dtype = self.source.dtype or config.dtype
-        return without_parameters(config)
+        return build_without_parameters(config)
 
     def read(self, name: str) -> Tensor:
         """A tensor of the cut model by its name there, as it is before it is converted to the written dtype."""
@@ -214,7 +214,7 @@ class StreamedCut:
             cut = tensor_cut(name, family, plan, tied=self._tied)
             if cut is None:
                 continue
-            tensor = source.mapped(name)
+            tensor = source.map_tensor(name)
             dtype = dtype or self.dtype or tensor.dtype
             tensor = self._to_gauge(name, self._to_cut(name, tensor))
             yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
@@ -237,4 +237,4 @@ class StreamedCut:
         return tensor
 
     def _written(self, name: str, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        return pieces if self.dtype is None else (converted(name, piece, self.dtype) for piece in pieces)
+        return pieces if self.dtype is None else (convert_weight(name, piece, self.dtype) for piece in pieces)

@@ -62,8 +62,8 @@ class HostStages(Stages):
 
     def _take_over(self) -> None:
         """Put the tensors that were changed in the files into the model."""
-        for name in self.files.replaced:
-            self.model.get_parameter(name).data = self.files.mapped(name)
+        for name in self.files.replaced_names:
+            self.model.get_parameter(name).data = self.files.map_tensor(name)
 
 
 class LoadedRun:
@@ -122,7 +122,7 @@ def _stages_on_host(source: ModelSource, stages: Stages, work: RunFolder) -> Sta
     """Return the same stages, with the decision and the cut computed from the files of the model where they can be."""
     config = stages.config
     device = resolve_device(config.device)
-    files = source.stored(dtype=config.dtype, device=device, scratch=work.path / SOLVED)
+    files = source.open_stored(dtype=config.dtype, device=device, scratch=work.path / SOLVED)
     stored = None if decision_obstacle(config) else files
     trained = bool(config.stages.before)  # the weights are no longer those of the files when they are cut
     parts = (stages.model, stages.text, config, work, stages.teacher, stages.division, stored)

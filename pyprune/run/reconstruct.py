@@ -87,4 +87,4 @@ def _dense_layers(dense: ModelSource, config: ReconstructCheckpointConfig) -> Pr
     """Open the dense model for one pass through its layers: in safetensors, with one layer in memory at a time."""
     if dense.layers_obstacle() is not None:
         return dense.load(dtype=config.dtype, device=config.device)[0]
-    return dense.layers(dtype=config.dtype, device=config.device)
+    return dense.open_layers(dtype=config.dtype, device=config.device)

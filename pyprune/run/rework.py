@@ -14,7 +14,7 @@ from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.record import take_measured
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.tokenizer import no_tokenizer
-from pyprune.checkpoint.trained_on import training_marks, unguarded
+from pyprune.checkpoint.trained_on import training_marks, unmarked_text_warnings
 from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.data.sampling import TokenSamples, sample_sequences
 from pyprune.data.sources import look_up_samples
@@ -123,7 +123,7 @@ def rework(
         warnings = [
             *_other_dense_warnings(facts, dense, pruned),
             *repeated_text_warnings(pruned.marks, samples),
-            *unguarded([samples]),
+            *unmarked_text_warnings([samples]),
             *overlap_warnings(config),
         ]
         work = Rework(model, samples, plan, folder, warnings=warnings)

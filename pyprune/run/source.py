@@ -35,7 +35,7 @@ def load_teacher(
         dtype: of its weights, see :func:`teacher_dtype`.
     """
     if learns_from_files(config):
-        return source.layers(dtype=dtype, device=config.device).whole()
+        return source.open_layers(dtype=dtype, device=config.device).whole()
     return source.load(dtype=dtype, device=device)[0]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.stored import StoredModel
-from pyprune.checkpoint.trained_on import unguarded
+from pyprune.checkpoint.trained_on import unmarked_text_warnings
 from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, become_shapes_, compact_
 from pyprune.cut.compensate import CompensationReport, compensate_, target_of
@@ -85,7 +85,7 @@ class Stages:
             decision.plan, notes=list(decision.notes), warnings=list(decision.warnings), decision=decision.details
         )
         if shapes_the_result(self.config):
-            self.result.warnings += unguarded(self.text.drawn)
+            self.result.warnings += unmarked_text_warnings(self.text.drawn)
         if self.config.stages.prune:
             check_target(self.model, decision.plan, self.config)
         return decision

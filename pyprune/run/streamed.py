@@ -87,7 +87,7 @@ class StreamedStages(Stages):
     @override
     @contextmanager
     def _masked(self) -> Iterator[PreTrainedModel]:
-        with self.files.transformed(Masking(self.files.family, self.files.config, self.result.plan).apply_):
+        with self.files.transform_reads(Masking(self.files.family, self.files.config, self.result.plan).apply_):
             yield self._layers().whole()
 
     @override
@@ -120,7 +120,7 @@ class StreamedRun:
     ) -> None:
         source.inherited_facts(verify_files=True)
         scratch = None if work is None else work.path / SOLVED
-        files = source.stored(dtype=config.dtype, device=resolve_device(config.device), scratch=scratch)
+        files = source.open_stored(dtype=config.dtype, device=resolve_device(config.device), scratch=scratch)
         tokenizer = source.tokenizer()
         self.note = NOTE
         self.model: PreTrainedModel = files.model()

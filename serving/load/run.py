@@ -14,7 +14,7 @@ from typing import Any
 
 from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.shards import weight_files
-from pyprune.checkpoint.verify import SERVER, is_wanted, new_server
+from pyprune.checkpoint.verify import SERVER, is_verification_on, new_server
 from pyprune.errors import ConfigError, MissingDependencyError
 from pyprune.runtime.host import available_memory
 from pyprune.runtime.interrupts import interrupts_deferred
@@ -316,7 +316,7 @@ class _Pool:
 
 def read_once(checkpoint: Checkpoint) -> None:
     """Read the weight files unless verification, which needs a record, reads them: every start finds them cached."""
-    if has_record(checkpoint.folder) and is_wanted():
+    if has_record(checkpoint.folder) and is_verification_on():
         return
     for path in weight_files(checkpoint.folder):
         with path.open("rb", buffering=0) as file:

@@ -18,7 +18,7 @@ from bench.quality.steps import kept_share
 from pyprune import prune, prune_
 from pyprune.checkpoint.load import ModelSource, load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
-from pyprune.checkpoint.trained_on import refuse_training_text, training_marks, unguarded
+from pyprune.checkpoint.trained_on import refuse_training_text, training_marks, unmarked_text_warnings
 from pyprune.cli.app import app
 from pyprune.cli.base import ERROR_CODE
 from pyprune.config.recoveries import RECOVERIES
@@ -263,10 +263,10 @@ def test_masked_prompts_are_refused_where_every_token_counts(text: Path, records
 
 def test_records_that_are_too_short_to_be_known_again_are_warned_of(records: Path) -> None:
     samples = sample_sequences(tiny_tokenizer(), run_config(records).data)
-    assert unguarded([samples]) == []
+    assert unmarked_text_warnings([samples]) == []
     samples.ids[:, SHINGLE - 1 :] = IGNORED
     assert training_marks([samples]) == ""
-    (said,) = unguarded([samples])
+    (said,) = unmarked_text_warnings([samples])
     assert said.startswith("All records are shorter than 64 and leave no marks")
 
 

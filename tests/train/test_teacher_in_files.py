@@ -86,7 +86,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_model_of_files_computes_what_the_loaded_one_does(family: str, tmp_path: Path) -> None:
     folder = write_model(tiny_model(family), tmp_path / "dense")
     loaded, _ = load_model(folder)
-    model = ModelSource.of(folder).layers(dtype="float32", device="cpu").whole()
+    model = ModelSource.of(folder).open_layers(dtype="float32", device="cpu").whole()
     ids = tiny_batch(0, 2, 12)
     for _ in range(2):
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_a_model_of_files_computes_what_the_loaded_one_does(family: str, tmp_pat
 
 
 def test_a_layer_that_fails_keeps_no_weights(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
+    model = ModelSource.of(dense).open_layers(dtype="float32", device="cpu").whole()
     layer = decoder_layers(model)[1]
 
     def fails(*_: Any, **__: Any) -> Tensor:
@@ -213,14 +213,14 @@ def test_files_of_which_no_layer_can_be_read_are_refused(
 
 
 def test_processes_do_not_divide_a_model_of_files(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
+    model = ModelSource.of(dense).open_layers(dtype="float32", device="cpu").whole()
     monkeypatch.setattr(processes, "division", lambda: Division(torch.device("cpu"), "first"))
     assert sharded.model_to_read(model) is model
 
 
 def test_a_resumed_run_finds_the_same_teacher_in_files(dense: Path) -> None:
     student, loaded = tiny_model("llama"), load_model(dense)[0]
-    of_files = ModelSource.of(dense).layers(dtype="float32", device="cpu").whole()
+    of_files = ModelSource.of(dense).open_layers(dtype="float32", device="cpu").whole()
     facts = [
         Distillation(student, teacher, DistillConfig(teacher_placement=placement)).run_facts()
         for teacher, placement in ((loaded, "device"), (of_files, "files"))
@@ -241,7 +241,7 @@ def test_the_predicted_peak_is_the_measured_one(dtype: torch.dtype, tmp_path: Pa
     )  # fmt: skip
     student, of_files = (
         real(torch.float32),
-        ModelSource.of(folder).layers(dtype=str(dtype).removeprefix("torch."), device="cpu").whole(),
+        ModelSource.of(folder).open_layers(dtype=str(dtype).removeprefix("torch."), device="cpu").whole(),
     )
     at_rest = held(student) + sum(p.nbytes for p in of_files.parameters() if not p.is_meta)
     measured = at_rest + extra_peak(lambda: recover(student, samples(), config, teacher=of_files), CPU)

@@ -272,7 +272,7 @@ def _masked(model: PreTrainedModel, plan: PrunePlan, stored: StoredModel | None)
     """Mask the model or the stored tensors, whichever weights are read from, until the block ends."""
     if stored is None:
         return masked(model, plan)
-    return stored.transformed(Masking(stored.family, stored.config, plan).apply_)
+    return stored.transform_reads(Masking(stored.family, stored.config, plan).apply_)
 
 
 def make_ranking(model: PreTrainedModel, request: PlanRequest) -> Ranking:
