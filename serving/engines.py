@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self, cast
 
-from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean, how_to_install
+from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean, install_command
 from pyprune.runtime.progress import say
 
 EngineName = Literal["vllm", "transformers", "llamacpp"]
@@ -65,7 +65,7 @@ def choose_engine(engine: str) -> tuple[EngineName, str | None]:
         raise MissingDependencyError("vllm", "vllm", "Measuring with --engine vllm")
     return "transformers", (
         "vLLM is not installed, so plain Transformers was measured: slower in absolute terms, and its ratios "
-        f"can differ from a server's. Install it with: {how_to_install('vllm')}"
+        f"can differ from a server's. Install it with: {install_command('vllm')}"
     )
 
 

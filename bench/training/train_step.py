@@ -486,11 +486,11 @@ def padding_table(samples: Batch, batch_size: int) -> str:
         passes = [micro for rows_of in steps for micro in samples[rows_of].micro_batches(size)]
         drawn = [samples[some] for rows_of in steps for some in rows_of.split(size)]
         sorted_, unsorted = (
-            1 - sum(b.fed() for b in found) / sum(len(b) * int(b.real.sum(1).max()) for b in found)
+            1 - sum(b.token_count() for b in found) / sum(len(b) * int(b.real.sum(1).max()) for b in found)
             for found in (passes, drawn)
         )
         rows.append((str(size), f"{sorted_:.1%}", f"{unsorted:.1%}"))
-    whole = 1 - samples.fed() / samples.ids.numel()
+    whole = 1 - samples.token_count() / samples.ids.numel()
     columns = ("sequences in a pass", "padding", "in the order of drawing")
     title = f"{len(samples)} records, steps of {batch_size}; {whole:.1%} where all are as long as the cutoff"
     return f"{title}\n\n{markdown_table(Table(title, columns, tuple(rows)))}"

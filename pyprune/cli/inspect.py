@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pyprune.cli.base import Debug, JsonFile, guard, output
-from pyprune.errors import how_to_install
+from pyprune.errors import install_command
 
 if TYPE_CHECKING:
     from pyprune.checkpoint.manifest import PruningRecord
@@ -147,7 +147,7 @@ def env(json_file: JsonFile = None, debug: Debug = False) -> None:
         ("system", record["system"]),
         ("device", f"{record['device']} ({record['cpus']} CPUs)"),
         ("instruction sets", ", ".join(record["isa"]) or "baseline"),
-        ("vLLM", "installed" if data["vllm"] else f"not installed: {how_to_install('vllm')}"),
+        ("vLLM", "installed" if data["vllm"] else f"not installed: {install_command('vllm')}"),
         *((f"ops: {name}", text) for name, text in data["backends"].items()),
     ]
     output(data, json_file, Table("Environment", ("", "value"), tuple(rows)))

@@ -230,7 +230,7 @@ def _reconstruct(
         dtype=dtype,
         exact=tuple(str(step.part) for step in steps if step.exact),
         no_carrier=tuple(map(str, lost)),
-        tokens=samples.fed(),
+        tokens=samples.token_count(),
         held_back=held_back,
         seconds=round(time.monotonic() - begin, 3),
         extra_bytes=walk.extra_bytes + side.copied_bytes if walk is not None else 0,

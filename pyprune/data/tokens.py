@@ -96,9 +96,9 @@ class Batch:
         flat = chosen.flatten()
         return None if bool(flat.all()) else _move(flat.nonzero().squeeze(1), self.ids.device)
 
-    def fed(self) -> int:
+    def token_count(self) -> int:
         """Count the tokens without padding."""
-        return int(self.real.sum()) if self.source is None else self.source.fed()
+        return int(self.real.sum()) if self.source is None else self.source.token_count()
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on another device."""

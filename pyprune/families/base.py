@@ -164,7 +164,7 @@ class StockClasses:
     layer: str
 
     @classmethod
-    def of_transformers(cls, package: str, name: str, *, config: str | None = None) -> StockClasses:
+    def locate(cls, package: str, name: str, *, config: str | None = None) -> StockClasses:
         """Name Transformers' classes by its habits: folder ``package``, ``{name}Config``, ``{name}ForCausalLM``, ..."""
         modelling = f"transformers.models.{package}.modeling_{package}"
         return cls(

@@ -98,7 +98,7 @@ _GGUF = GgufForm(
 FAMILIES = (
     Family(
         model_type="gemma3_text",
-        classes=StockClasses.of_transformers("gemma3", "Gemma3", config="Gemma3TextConfig"),
+        classes=StockClasses.locate("gemma3", "Gemma3", config="Gemma3TextConfig"),
         vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
         gguf=(_GGUF,),
         rows=_ROWS,

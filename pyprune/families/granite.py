@@ -28,7 +28,7 @@ def _factors(config: PretrainedConfig) -> dict[str, Any]:
 FAMILIES = (
     Family(
         model_type="granite",
-        classes=StockClasses.of_transformers("granite", "Granite"),
+        classes=StockClasses.locate("granite", "Granite"),
         vllm_layer="pyprune.serving.vllm.layers:ScaledDecoderLayer",
         gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),

@@ -38,7 +38,7 @@ _MISTRAL_OBSTACLE = first_obstacle(_bias_obstacle, output_bias_obstacle("Mistral
 FAMILIES = (
     Family(
         model_type="llama",
-        classes=StockClasses.of_transformers("llama", "Llama"),
+        classes=StockClasses.locate("llama", "Llama"),
         vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         gguf=(LLAMA, DECI),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
@@ -49,7 +49,7 @@ FAMILIES = (
     ),
     Family(
         model_type="mistral",
-        classes=StockClasses.of_transformers("mistral", "Mistral"),
+        classes=StockClasses.locate("mistral", "Mistral"),
         vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         gguf=(LLAMA, DECI),
         rows=decoder_rows(),

@@ -32,7 +32,7 @@ _ROWS = (
 FAMILIES = (
     Family(
         model_type="olmo2",
-        classes=StockClasses.of_transformers("olmo2", "Olmo2"),
+        classes=StockClasses.locate("olmo2", "Olmo2"),
         rows=_ROWS,
         stock_targets=(StockTarget("olmo2", first_obstacle(output_bias_obstacle("OLMo 2's MLP"), width_obstacle)),),
         vllm_layer="pyprune.serving.vllm.layers:Olmo2DecoderLayer",

@@ -71,7 +71,7 @@ _ROWS = (
 FAMILIES = (
     Family(
         model_type="opt",
-        classes=StockClasses.of_transformers("opt", "OPT"),
+        classes=StockClasses.locate("opt", "OPT"),
         vllm="pyprune.serving.vllm.opt:PrunedOPTForCausalLM",
         gguf="llama.cpp has no architecture for OPT.",
         rows=_ROWS,

@@ -61,7 +61,7 @@ _PHI2 = GgufForm(
 FAMILIES = (
     Family(
         model_type="phi",
-        classes=StockClasses.of_transformers("phi", "Phi"),
+        classes=StockClasses.locate("phi", "Phi"),
         vllm_layer="pyprune.serving.vllm.layers:PhiDecoderLayer",
         gguf=(_PHI2,),
         rows=_ROWS,

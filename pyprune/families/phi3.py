@@ -37,7 +37,7 @@ def _longrope_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
 FAMILIES = (
     Family(
         model_type="phi3",
-        classes=StockClasses.of_transformers("phi3", "Phi3"),
+        classes=StockClasses.locate("phi3", "Phi3"),
         vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
         rows=decoder_rows(
             (

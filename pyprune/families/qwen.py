@@ -63,7 +63,7 @@ def _openelm_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
 FAMILIES = (
     Family(
         model_type="qwen2",
-        classes=StockClasses.of_transformers("qwen2", "Qwen2"),
+        classes=StockClasses.locate("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm.layers:BiasedDecoderLayer",
         unserved=_partial_window_obstacle,
         gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, obstacle=square_obstacle), DECI),
@@ -75,7 +75,7 @@ FAMILIES = (
     ),
     Family(
         model_type="qwen3",
-        classes=StockClasses.of_transformers("qwen3", "Qwen3"),
+        classes=StockClasses.locate("qwen3", "Qwen3"),
         vllm_layer="pyprune.serving.vllm.layers:NormedDecoderLayer",
         unserved=_partial_window_obstacle,
         gguf=(

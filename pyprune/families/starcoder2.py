@@ -33,7 +33,7 @@ def _zero_biases(config: PretrainedConfig) -> tuple[tuple[str, Axis], ...]:
 FAMILIES = (
     Family(
         model_type="starcoder2",
-        classes=StockClasses.of_transformers("starcoder2", "Starcoder2"),
+        classes=StockClasses.locate("starcoder2", "Starcoder2"),
         vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
         rows=decoder_rows(
             mlp=plain_mlp_rows(LAYER + "mlp.c_fc", LAYER + "mlp.c_proj"), attention_bias=True, norm_bias=True

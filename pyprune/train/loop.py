@@ -315,7 +315,7 @@ class _Run:
         record = StepRecord(step, float(sums.lm), float(sums.penalty) + penalty, rate, norm, parts)
         self.report.history.append(record)
         self.report.steps = step
-        self.report.tokens += batch.fed()
+        self.report.tokens += batch.token_count()
 
     def _loss(self, micro: Batch, weight: Weight, sums: Sums) -> Tensor:
         """Return a micro batch's share of the step's loss, differentiable, and add the reported terms to ``sums``."""
@@ -345,9 +345,9 @@ class _Run:
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[Batch, Weight]]:
         """Yield the micro batches on the model's device, with the weights of their means in those of ``batch``."""
-        predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.fed())
+        predicted, fed = max(1, int(batch.predicted.sum())), max(1, batch.token_count())
         for micro, counts in self.shards.shares(batch, self.config):
-            weight = Weight(counts * int(micro.predicted.sum()) / predicted, counts * micro.fed() / fed)
+            weight = Weight(counts * int(micro.predicted.sum()) / predicted, counts * micro.token_count() / fed)
             yield micro.to(self.device), weight
 
     def _clip(self, step: int) -> tuple[float, float]:
@@ -452,7 +452,7 @@ class _Run:
         step = self.report.steps
         self.report.validation.append((step, loss))
         patience = self.config.early_stop_patience
-        if patience is None or not self.objective.settled(step):
+        if patience is None or not self.objective.allows_early_stop(step):
             return
         if loss < self.best_loss - self.config.early_stop_min_delta:
             self.best_loss, self.bad_validations = loss, 0

@@ -145,7 +145,7 @@ class Objective:
     ) -> None:
         """Change the weights after the smooth step (under ``no_grad``)."""
 
-    def settled(self, step: int) -> bool:
+    def allows_early_stop(self, step: int) -> bool:
         """Check whether early stopping may keep a state after ``step`` (False while a schedule runs)."""
         return True
 

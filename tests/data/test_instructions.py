@@ -112,7 +112,7 @@ def test_training_on_instructions_learns_the_responses_only(tmp_path: Path) -> N
     after = causal_loss(model, tokens).item(), causal_loss(model, prompts).item()
     assert after[0] < 0.2 * before[0]
     assert after[1] > 0.8 * before[1]
-    assert report.tokens == 20 * tokens.fed()
+    assert report.tokens == 20 * tokens.token_count()
     assert report.losses[0] == pytest.approx(before[0], rel=1e-4)
 
 
@@ -271,7 +271,7 @@ def test_micro_batches_are_of_like_length_and_cut() -> None:
     tokens = Batch(ids, ids)
     pieces = tokens.micro_batches(2)
     assert [tuple(p.ids.shape) for p in pieces] == [(2, 3), (2, 12), (2, 20)]
-    assert sum(p.fed() for p in pieces) == tokens.fed()
+    assert sum(p.token_count() for p in pieces) == tokens.token_count()
     assert torch.equal(torch.cat([functional.pad(p.ids, (0, 20 - p.ids.shape[1]), value=IGNORED) for p in pieces])
                        .sort(0).values, ids.sort(0).values)  # fmt: skip
     full = tiny_batch(0, 4, 8)

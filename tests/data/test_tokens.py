@@ -94,7 +94,7 @@ def test_what_decides_is_read_on_the_host() -> None:
         there = own.to("meta")
         assert there.ids.device.type == "meta"
         assert there.to("meta").counts_every_token == there.counts_every_token == own.counts_every_token
-        assert there.fed() == own.fed()
+        assert there.token_count() == own.token_count()
         for name in ("predicting_rows", "real_rows"):
             rows, moved = getattr(own, name)(), getattr(there, name)()
             assert (rows is None) == (moved is None)

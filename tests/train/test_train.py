@@ -444,7 +444,7 @@ def test_early_stopping_without_validation_holds_some_out_and_says_so() -> None:
 
 def test_nothing_is_kept_before_the_objective_has_settled() -> None:
     class Scheduled(Objective):
-        def settled(self, step: int) -> bool:
+        def allows_early_stop(self, step: int) -> bool:
             return step >= 5
 
     config = replace(CONFIG, steps=8, learning_rate=3e-2, early_stop_patience=1, validation_interval=1)

@@ -102,7 +102,7 @@ def test_norms_that_multiply_by_one_more_than_their_weight(monkeypatch: pytest.M
     """The first Gemma: no norm behind its blocks, and an embedding times a number, which no rotation minds."""
     gemma = Family(
         model_type="gemma",
-        classes=StockClasses.of_transformers("gemma", "Gemma"),
+        classes=StockClasses.locate("gemma", "Gemma"),
         rows=decoder_rows(),
         stock_targets=(),
         unit_offset_norm=True,

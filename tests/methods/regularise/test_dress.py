@@ -236,14 +236,14 @@ def test_the_annealed_factor_falls_to_exactly_zero_at_its_share() -> None:
     objective = DressObjective(R, DressOptions(schedule="anneal", anneal_share=0.5))
     objective.setup(tiny_model(), replace(TRAIN, steps=8))
     assert [objective.factor(s) for s in range(9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert [objective.settled(s) for s in (3, 4)] == [False, True]
+    assert [objective.allows_early_stop(s) for s in (3, 4)] == [False, True]
 
 
 def test_annealing_in_no_steps_zeroes_the_channels_in_the_first() -> None:
     objective = DressObjective(R, DressOptions(schedule="anneal", anneal_share=0.0))
     objective.setup(tiny_model(), replace(TRAIN, steps=8))
     assert [objective.factor(s) for s in range(3)] == [1.0, 0.0, 0.0]
-    assert objective.settled(1)
+    assert objective.allows_early_stop(1)
     model = tiny_model()
     regularise_dress(
         model, samples(), R, DressOptions(schedule="anneal", anneal_share=0.0, train=replace(TRAIN, steps=1))

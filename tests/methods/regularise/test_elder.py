@@ -415,7 +415,7 @@ def test_the_annealed_gate_falls_to_exactly_zero_and_stops_computing() -> None:
     model = tiny_model()
     objective.setup(model, replace(TRAIN, steps=8))
     assert [objective.gate_at(s) for s in range(1, 9)] == [0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert [objective.settled(s) for s in (3, 4)] == [False, True]
+    assert [objective.allows_early_stop(s) for s in (3, 4)] == [False, True]
     objective.before_step(model, 3)
     assert "forward" not in family_for(model).layers(model)[1].__dict__
     objective.before_step(model, 4)

@@ -226,7 +226,7 @@ class DressObjective(Objective):
             for slices in self.slices:
                 slices.soft_threshold(self.config.penalty_weight * step_size)
 
-    def settled(self, step: int) -> bool:
+    def allows_early_stop(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed factor is 0."""
         return not (self.anneals and self.removed) or step >= self.anneal_steps
 

@@ -130,7 +130,7 @@ class ElderObjective(Objective):
         self.norms.clear()
         return LossTerms(lm, self.config.penalty_weight * total)
 
-    def settled(self, step: int) -> bool:
+    def allows_early_stop(self, step: int) -> bool:
         """Early stopping may keep nothing before the annealed gate is 0."""
         return not (self.anneals and self.removed) or step >= self.anneal_steps
 
