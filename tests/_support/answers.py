@@ -1,4 +1,4 @@
-"""What servers are asked: completions with log probabilities, and the same ones by Transformers; JSON and tools."""
+"""Requests to servers: completions with log probabilities, which Transformers computes too; JSON and tools."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Answer = dict[str, Any]
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Token ids of prompts of these lengths, without the special ones; the same ones again for the same lengths."""
+    """Draw token ids of prompts of these lengths, without special ones; equal lengths give equal prompts."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(3, vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
 def chat_request(model: str, **options: Any) -> dict[str, Any]:
-    """What /v1/chat/completions is sent for an answer in a form that the options ask for.
+    """Make a request to /v1/chat/completions for an answer in a form that the options ask for.
 
     Drawn at random: a greedy random model might write blanks for ever.
 
@@ -56,7 +56,7 @@ def chat_request(model: str, **options: Any) -> dict[str, Any]:
 
 
 def is_light(text: str | None) -> bool:
-    """Whether an answer is JSON that keeps to the schema :data:`LIGHT`."""
+    """Check whether an answer is JSON that follows the schema :data:`LIGHT`."""
     try:
         answer = json.loads(text or "")
     except ValueError:
@@ -67,7 +67,7 @@ def is_light(text: str | None) -> bool:
 
 
 def completion_request(model: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """What /v1/completions is sent for a greedy answer with log probabilities of the prompt and of every new token.
+    """Make a request to /v1/completions for a greedy answer with log probabilities of prompt and new tokens.
 
     Args:
         model: its name on the server.
@@ -102,7 +102,7 @@ def answer_in(reply: dict[str, Any], prompt: Sequence[int]) -> Answer:
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokens: Sequence[int]) -> Tensor:
-    """Of every next token after each of these, by Transformers: float32 [tokens, vocabulary]."""
+    """Compute those of every next token after each of these with Transformers: float32 [tokens, vocabulary]."""
     return model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)  # type: ignore[no-any-return]
 
 

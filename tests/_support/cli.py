@@ -20,7 +20,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def refused(*arguments: str | Path) -> str:
-    """Run a command that must fail the polite way; return its one message."""
+    """Run a command that must fail without a traceback; return its one message."""
     result = run(*arguments)
     assert result.exit_code == ERROR_CODE, result.output
     assert "Traceback" not in result.output
@@ -29,12 +29,12 @@ def refused(*arguments: str | Path) -> str:
 
 
 def tiny_elder(checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
-    """Arguments of a prune run that takes a second."""
+    """Return the arguments of an elder run that takes a second."""
     return tiny_prune("elder", checkpoint, text, *more)
 
 
 def tiny_prune(method: str, checkpoint: Path, text: Path, *more: str | Path) -> list[str | Path]:
-    """The same for any of the papers' methods that train."""
+    """Return the arguments of a short run of any method that trains."""
     training = {"steps": 2, "batch_size": 2, "micro_batch_size": 2, "warmup_steps": 0, "dtype": "float32"}
     stages = _stages(method, [str(word) for word in more])
     sections = {"regularise": f"{method}.train", "recover": "recover.train", "finetune": "finetune"}

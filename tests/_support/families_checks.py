@@ -186,7 +186,7 @@ def check_draft(asked: Asked) -> None:
 
 
 def check_changed_weights(asked: Asked) -> None:
-    """After a file was changed and the server was told to read it again, the new weights answer."""
+    """After a file was changed and the server was asked to read it again, the new weights answer."""
     name = last_of(asked.model, {(0, "attention")})[0].name
     file = asked.folder / "model.safetensors"
     weights = load_file(file)
@@ -312,7 +312,7 @@ def check_cancelled(asked: Asked) -> None:
     asked.greedy(prompt, asked.choices(prompt, STREAMED)[0]["token_ids"], "after a cancelled request")
     if any(at_rest(asked.server)["gauges"].values()):
         raise WrongAnswer("a cancelled request still runs after a minute")
-    # A busy machine notices late that the client left, but not after half of so many tokens.
+    # A busy machine notices late that the client left, but not after half of that many tokens.
     if asked.counted(generated) - before > long / 2:
         raise WrongAnswer("a cancelled request ran to its end")
 

@@ -87,7 +87,7 @@ def write_model_as_gguf(
         model: in float32.
         path: of the file.
         architecture: llama.cpp's name.
-        keys: metadata beside the sizes, without the architecture's name; names with a colon are written as they are
+        keys: metadata other than sizes, without the architecture's name; names with a colon are written as they are
             behind it.
         tensors: further tensors, of one dimension.
     """

@@ -26,7 +26,7 @@ def scoring_config(method: str, ratio: float | None = None, **changes: Any) -> P
 
 
 def quick(config: PruneConfig, steps: int = 2) -> PruneConfig:
-    """The same with as few steps or draws as the method can do with."""
+    """Return the configuration with as few steps or draws as the method allows."""
     options: Any = config.options
     if hasattr(options, "train"):
         train = replace(options.train, steps=steps, batch_size=2, micro_batch_size=2)

@@ -1,4 +1,4 @@
-"""Where optional inputs of the tests live. Every test that needs one skips when it is absent."""
+"""Places of optional inputs of the tests. Every test that needs one skips when it is absent."""
 
 from __future__ import annotations
 

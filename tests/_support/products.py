@@ -15,7 +15,7 @@ from pyprune.runtime import products
 
 
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this CPU be one that has no products of half precision, and nothing be reported of it yet."""
+    """Pretend that this CPU has no products of half precision, and that nothing was reported about it yet."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     monkeypatch.setattr(products, "_reported", set())
 

@@ -30,7 +30,7 @@ def options(method: str = "magnitude", ratio: float = 0.15, **score: Any) -> Pru
 
 
 def decision_of(model: PreTrainedModel, samples: Tensor, config: PruneConfig) -> PlanDecision:
-    """What the method of a configuration decides."""
+    """Return the decision of the configuration's method."""
     return get_method(config.method).decide(model, samples, PlanRequest.of(model, config))
 
 
@@ -47,8 +47,8 @@ def injected(model: PreTrainedModel, config: PruneConfig, scores: Scores) -> Pla
         places += [(None, "hidden")] if "hidden" in run.scope.axes else []
         for layer, axis in places:
             values = torch.full((run.scope.units(axis),), 100.0)
-            given = scores.get((layer, axis))
-            run.add_units(layer, axis, values if given is None else torch.tensor(given))
+            listed = scores.get((layer, axis))
+            run.add_units(layer, axis, values if listed is None else torch.tensor(listed))
 
     return decide_by_scores(scorer, model, tiny_batch(), PlanRequest.of(model, config))
 

@@ -85,7 +85,7 @@ def per_layer(plan: PrunePlan) -> PrunePlan:
 
 
 def opt_per_layer(plan: PrunePlan) -> PrunePlan:
-    """The same without groups: every query head has a KV head of its own."""
+    """Cut like :func:`per_layer`, for a model with one KV head for each query head."""
     plan = plan.drop_layers([3]).keep_hidden(range(4, 108)).with_layer(0, query_heads=[0, 2], kv_heads=[0, 2])
     return plan.with_layer(1, ffn=range(24)).with_layer(2, query_heads=[3], kv_heads=[3], ffn=range(8, 40))
 
@@ -96,7 +96,7 @@ def skipping(plan: PrunePlan) -> PrunePlan:
 
 
 def skipping_and_narrower(plan: PrunePlan) -> PrunePlan:
-    """The same, and a narrower attention and MLP elsewhere."""
+    """Cut like :func:`skipping`, with a narrower attention and MLP in layer 2."""
     return skipping(plan).with_layer(2, query_heads=[0, 2], ffn=range(24))
 
 

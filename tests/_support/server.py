@@ -1,4 +1,4 @@
-"""The real server as a process of its own on loopback: started, asked over HTTP, stopped, and nothing left behind."""
+"""The real server as a separate process on loopback: started, asked over HTTP, stopped, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Server:
         raise AssertionError(f"no healthy server (exit status {self.process.poll()}):\n{self.text()[-3000:]}")
 
     def wait_until_it_ends(self) -> int:
-        """Return the exit status of a server that ends by itself."""
+        """Return the exit status of a server that ends without a signal."""
         return self.process.wait(timeout=START_S)
 
     def complete(self, prompt: Sequence[int], model: str | None = None) -> Answer:
@@ -143,7 +143,7 @@ class Server:
 def _free_port() -> int:
     """A port that nothing else takes until the server binds it, half a minute later.
 
-    Sockets that ask for any port get one above 32768. Each worker of pytest-xdist draws from a part of its own.
+    Sockets that ask for any port get one above 32768. Each worker of pytest-xdist draws from a separate part.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     first = 20000 + 1000 * (worker % 10)

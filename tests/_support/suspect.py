@@ -29,7 +29,7 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def refused(folder: Path, match: str) -> str:
-    """load_model refuses it in one line of bounded length."""
+    """Check that load_model refuses a folder in one line of bounded length, and return that line."""
     with pytest.raises(CheckpointError, match=match) as caught:
         load_model(folder)
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Tiny random models for servers, of every family, and a cut that gives each layer sizes of its own."""
+"""Tiny random models for servers, of every family, and a cut that gives each layer separate sizes."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def shareable(plan: PrunePlan) -> PrunePlan:
     """Cut a model of 4 layers, 4 query heads of 32 channels and 128 hidden channels for two ranks.
 
     Other heads and FFN widths in every layer, and two blocks missing. Two ranks can share all of it: one KV head of two
-    twice, and where every query head has a KV head of its own, an even number of those.
+    twice, and where each query head has one KV head, an even number of those.
     """
     plan = plan.keep_hidden(range(104)).with_layer(0, ffn=range(24)).with_layer(1, query_heads=[], kv_heads=[])
     if plan.dense.group_size == 1:
