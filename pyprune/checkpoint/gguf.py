@@ -145,7 +145,7 @@ class _Walk:
             name = self._name()
             dimensions = self._number("I")
             if dimensions > MAX_DIMENSIONS or name in sizes:
-                raise ValueError(f"the tensor {shown(name)} has {dimensions} dimensions, or is there twice")
+                raise ValueError(f"the tensor {shown(name)} has {dimensions} dimensions, or occurs twice")
             sizes[name] = prod(self._number("Q") for _ in range(dimensions))
             nbytes = _bytes(self._number("I"), sizes[name])
             begin = self._number("Q")

@@ -179,7 +179,7 @@ class ModelSource:
         with actionable(self.name):
             if local:
                 check_config(read_config(Path(self.name)), self.name)
-            config = load_config(self.name, **self.options)
+            config = self.config
             most = _most_common_dtype(Path(self.name)) if local else None
         name = most or str(getattr(config, "dtype", None)).removeprefix("torch.")
         return name if name in DTYPES else None

@@ -129,7 +129,7 @@ def _tensor_places(files: Iterable[Path]) -> dict[str, Place]:
             if name in places:
                 raise CheckpointError(
                     f"{path.parent} holds the tensor {shown(name)} twice, in {places[name].path.name} and in "
-                    f"{path.name}; which one counts is open. Fetch or write the checkpoint again."
+                    f"{path.name}; it is unclear which one is valid. Fetch or write the checkpoint again."
                 )
             places[name] = place
     return places
@@ -218,7 +218,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object; refuse a repeated key, which readers take differently."""
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return data
 
 
@@ -259,7 +259,7 @@ def _place(path: Path, start: int, name: str, facts: Any) -> Place:
         raise ValueError(f"{shown(name)} has the shape {shown(shape)}")
     entry = Entry(name, DTYPES[dtype], tuple(shape))
     if not _are_sizes(offsets, 2) or len(offsets) != 2 or offsets[1] - offsets[0] != entry.nbytes:
-        raise ValueError(f"{shown(name)} lies at {shown(offsets)}, but has {entry.nbytes:,} bytes")
+        raise ValueError(f"{shown(name)} has the offsets {shown(offsets)}, but {entry.nbytes:,} bytes")
     return Place(path, start + offsets[0], entry)
 
 

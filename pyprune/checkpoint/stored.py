@@ -240,8 +240,8 @@ class StoredModel:
                 continue
             if dense in names:
                 raise CheckpointError(
-                    f"{self.folder} holds {dense} twice, as {names[dense]} and as {name}; which one counts is open. "
-                    "Fetch or write the checkpoint again."
+                    f"{self.folder} holds {dense} twice, as {names[dense]} and as {name}; it is unclear which one "
+                    "is valid. Fetch or write the checkpoint again."
                 )
             names[dense] = name
         return names
