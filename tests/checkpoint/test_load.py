@@ -227,6 +227,7 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
+@pytest.mark.process
 def test_readers_find_a_whole_folder_while_it_is_replaced(written: tuple[Path, torch.Tensor, PrunePlan]) -> None:
     """Another process looks for it all the time; for none of them it may be gone."""
     out = written[0]
