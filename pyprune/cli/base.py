@@ -275,13 +275,13 @@ def refuse_others_beside(context: typer.Context, present: str, *read: str) -> No
         present: the one option, as it is written.
         read: names of the parameters that it reads, its own among them.
     """
-    given = {}
+    options = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         if parameter.name not in read:
             written = next((word for word in parameter.opts if word.startswith("--")), str(parameter.name).upper())
-            given[written] = source is not None and source.name == "COMMANDLINE"
-    refuse_beside(present, given)
+            options[written] = source is not None and source.name == "COMMANDLINE"
+    refuse_beside(present, options)
 
 
 def refuse_idle(options: Mapping[str, bool], why: str) -> None:

@@ -240,16 +240,17 @@ def bench(
                 name: model_perplexity(read[name], files.get(name), ppl, protocol, split=split, field=field)
                 for name in models
             }
-        found = measure(models, files, perplexity)
-    output({**found.figures, "perplexity": perplexity}, json_file, *found.printed)
+        measured = measure(models, files, perplexity)
+    output({**measured.figures, "perplexity": perplexity}, json_file, *measured.printed)
     for name, folder in annotated.items():
         quality: dict[str, float] = {}
         if ppl and perplexity:
             conditions = [*text_conditions(ppl, split, field), *_format_conditions(engine, quantise)]
             quality = {named_figure(f"{protocol} {ppl}", conditions): round(perplexity[name], 4)}
-        add_to_record(folder, speed=found.facts(name), **({"quality": quality} if quality else {}))
+        add_to_record(folder, speed=measured.facts(name), **({"quality": quality} if quality else {}))
     if report is not None and perplexity is not None:
-        _write_report(found.tradeoff(perplexity, f"{ppl}, {protocol}"), report, found.figures, overwrite=overwrite)
+        tradeoff = measured.tradeoff(perplexity, f"{ppl}, {protocol}")
+        _write_report(tradeoff, report, measured.figures, overwrite=overwrite)
 
 
 def _format_conditions(engine: str, quantise: str | None) -> list[str]:
@@ -286,13 +287,13 @@ def short_names(pruned: Sequence[str]) -> dict[str, str]:
     """Name checkpoints in tables: "pruned" for a single one, otherwise the last part of each path."""
     if len(pruned) == 1:
         return {"pruned": pruned[0]}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for path in pruned:
         short = Path(path).name or path
-        taken = {DENSE, *found}
+        taken = {DENSE, *names}
         number = next(n for n in range(1, len(pruned) + 2) if (short if n == 1 else f"{short} ({n})") not in taken)
-        found[short if number == 1 else f"{short} ({number})"] = path
-    return found
+        names[short if number == 1 else f"{short} ({number})"] = path
+    return names
 
 
 def _engine(
@@ -305,9 +306,9 @@ def _engine(
     from pyprune.serving.speed.measure import measure, workload_of
     from pyprune.serving.speed.table import conditions, speed_facts, speed_table
 
-    given = [f"--{name.replace('_', '-')}" for name, value in load.items() if value is not None and value is not False]
-    if given:
-        raise ConfigError(f"{', '.join(given)} belong{'s' if len(given) == 1 else ''} to servers; add --serving.")
+    names = [f"--{name.replace('_', '-')}" for name, value in load.items() if value is not None and value is not False]
+    if names:
+        raise ConfigError(f"{', '.join(names)} belong{'s' if len(names) == 1 else ''} to servers; add --serving.")
     choose_engine(alone["engine"])
     options = {**common, **alone}
     prompt, *others = options.pop("prompts") or (None,)

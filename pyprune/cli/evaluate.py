@@ -101,7 +101,7 @@ def evaluate(
 
     if annotate:
         check_annotatable(model)
-    found = measure(
+    evaluation = measure(
         ModelSource(model, gguf_file, revision, trust_remote_code),
         ppl=ppl or (),
         protocol=protocol,
@@ -115,7 +115,7 @@ def evaluate(
         dtype=dtype,
         device=device,
     )
-    measured, scores = found.perplexity, found.tasks
+    measured, scores = evaluation.perplexity, evaluation.tasks
     of_all: dict[str, str | int | None] = {"dtype": dtype, "gguf_file": gguf_file, "revision": revision, "bos": bos}
     of_texts = {**of_all, "split": split, "field": field, "max_tokens": max_tokens}
     of_tasks = {**of_all, "limit": limit}
@@ -125,16 +125,16 @@ def evaluate(
         tables.append(Table("Perplexity", ("text", "protocol", "PPL", "windows", "tokens"), rows, _note(of_texts)))
     if scores:
         flat = [(task, metric, v) for task, values in scores.items() for metric, v in values.items()]
-        if found.mean_accuracy is not None:
-            left_out = found.without_accuracy
+        if evaluation.mean_accuracy is not None:
+            left_out = evaluation.without_accuracy
             of = f"the tasks with acc (without: {', '.join(left_out)})" if left_out else "all tasks"
-            flat.append((f"mean of {of}", "acc", found.mean_accuracy))
+            flat.append((f"mean of {of}", "acc", evaluation.mean_accuracy))
         tables.append(Table("Tasks", ("task", "metric", "value"), tuple(flat), _note(of_tasks)))
     # Print before annotating: a full disk must not lose the figures.
-    output({"model": model, "conditions": of_texts | of_tasks, **found.to_dict()}, json_file, *tables)
+    output({"model": model, "conditions": of_texts | of_tasks, **evaluation.to_dict()}, json_file, *tables)
     if annotate:
         parts = {r.source: text_conditions(r.source, split, field, max_tokens) for r in measured}
-        add_to_record(model, quality=_facts(found, parts, limit, dtype, bos))
+        add_to_record(model, quality=_facts(evaluation, parts, limit, dtype, bos))
 
 
 def _note(conditions: Mapping[str, str | int | None]) -> str:
@@ -144,18 +144,17 @@ def _note(conditions: Mapping[str, str | int | None]) -> str:
 
 
 def _facts(
-    found: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str, bos: bool | None
+    evaluation: Evaluation, parts: Mapping[str, list[str]], limit: int | None, dtype: str, bos: bool | None
 ) -> dict[str, float]:
     """Name the figures for the record, with the part of the text (``parts``) or task that was measured."""
     computed = [dtype] if dtype != "float32" else []
     computed += [] if bos is None else ["with bos" if bos else "without bos"]
     of_task = [f"{limit} examples"] if limit is not None else []
-    texts = {
-        named_figure(f"{r.protocol} {r.source}", parts[r.source] + computed): r.perplexity for r in found.perplexity
-    }
+    measured = evaluation.perplexity
+    texts = {named_figure(f"{r.protocol} {r.source}", parts[r.source] + computed): r.perplexity for r in measured}
     return {name: round(value, 4) for name, value in texts.items()} | {
         named_figure(f"{task} {metric}", of_task + computed): value
-        for task, values in found.tasks.items()
+        for task, values in evaluation.tasks.items()
         for metric, value in values.items()
     }
 

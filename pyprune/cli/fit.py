@@ -243,20 +243,20 @@ def _profile(
     from pyprune.fit.profile import Profile
 
     if named is not None:
-        found = Profile.load(named)
-        if engine not in ("auto", found.engine):
+        profile = Profile.load(named)
+        if engine not in ("auto", profile.engine):
             raise ConfigError(
-                f"--engine or the format of --weights asks for {engine}, and the profile {found.name} is of "
-                f"{found.engine}. Leave out one of them."
+                f"--engine or the format of --weights asks for {engine}, and the profile {profile.name} is of "
+                f"{profile.engine}. Leave out one of them."
             )
-        if weights is not None and found.engine not in _engines_of(weights):
+        if weights is not None and profile.engine not in _engines_of(weights):
             raise ConfigError(
-                f"--weights is {weights!r}, which {found.engine} does not run, and the profile {found.name} is of "
-                f"{found.engine}. Leave out one of them."
+                f"--weights is {weights!r}, which {profile.engine} does not run, and the profile {profile.name} is of "
+                f"{profile.engine}. Leave out one of them."
             )
         if not allow:
-            found.check()  # before the model is loaded, which warns of a mismatch that is allowed
-        return found
+            profile.check()  # before the model is loaded, which warns of a mismatch that is allowed
+        return profile
     from pyprune.fit.fit import check_counted
     from pyprune.fit.time_winner import profile_of, stored_profile
 
@@ -277,18 +277,18 @@ def _fit(
     from pyprune.fit.report import attempts_table, limits_table
     from pyprune.serving.speed.table import conditions, speed_table
 
-    found = find(source, budget, out=out, **shared)
-    tables: list[Any] = [attempts_table(found), limits_table(found)]
-    if found.speed is not None:
-        tables += [speed_table(found.speed), conditions(found.speed)]
-    written = f"{out} and {found.exported}" if found.exported else str(out)
+    fitted = find(source, budget, out=out, **shared)
+    tables: list[Any] = [attempts_table(fitted), limits_table(fitted)]
+    if fitted.speed is not None:
+        tables += [speed_table(fitted.speed), conditions(fitted.speed)]
+    written = f"{out} and {fitted.exported}" if fitted.exported else str(out)
     steps = (
         f"Wrote {written}, and the measurements to {report_of(out)}/report.html. "
         f"Next: pyprune eval {out} --ppl wikitext2",
         "Another budget for the same model takes only the time of its candidates: the same command with another "
         f"--budget and --out, and {again}",
     )
-    output(found.to_dict(), json_file, *tables, *steps)
+    output(fitted.to_dict(), json_file, *tables, *steps)
 
 
 def _sweep(
@@ -298,8 +298,8 @@ def _sweep(
     from pyprune.fit.report import sweep_table
 
     points = find(source, budgets, out=out, **shared)
-    found = {point.budget for point in points}
-    data = {"points": [point.to_dict() for point in points], "nothing": [str(b) for b in budgets if b not in found]}
+    kept = {point.budget for point in points}
+    data = {"points": [point.to_dict() for point in points], "nothing": [str(b) for b in budgets if b not in kept]}
     each = "that some model keeps" if data["nothing"] else "of the sweep"
     written = f"Wrote {out}: report.html, report.md and a plan for each budget {each}."
     output(data, json_file, sweep_table(points), written)

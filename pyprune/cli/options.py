@@ -38,18 +38,18 @@ def options(
 
     config, idle, off = options_of(name)
     left_out = [*off, *(option for options in idle.values() for option in options)]
-    found = [each for each in list_options(config) if not is_among(each.name, left_out)]
+    listed = [each for each in list_options(config) if not is_among(each.name, left_out)]
     if find is not None:
-        found = [each for each in found if find.lower() in f"{each.name} {each.meaning}".lower()]
+        listed = [each for each in listed if find.lower() in f"{each.name} {each.meaning}".lower()]
         hidden = [option for option in left_out if find.lower() in option.lower()]
-        if not found and not hidden:
+        if not listed and not hidden:
             raise ConfigError(f"No option of {name} has {find!r} in its name or meaning. Leave out --find to see all.")
-    rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in found)
+    rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in listed)
     notes = [f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items()]
     note = "; ".join([*notes, *(f"{option} (beside {why})" for option, why in off.items())])
     table = Table(f"Options of {name}", ("option", "value", "may be", "what it is"), rows)
     output(
-        {"name": name, "options": [vars(each) for each in found], "unread": idle, "switched_off": off},
+        {"name": name, "options": [vars(each) for each in listed], "unread": idle, "switched_off": off},
         json_file,
         table,
         *([f"Left out, because nothing in this run reads it: {note}."] if note else []),
@@ -62,13 +62,13 @@ def list_options(config: Config) -> list[OptionDescription]:
     from pyprune.config.run import PruneConfig
     from pyprune.run.recipe import write_out_texts
 
-    found = list(describe_options(config))
+    options = list(describe_options(config))
     if not isinstance(config, PruneConfig):
-        return found
+        return options
     named = {each.name: each for each in describe_options(write_out_texts(config))}
     unnamed = {"cut.data": config.cut.data, "recovery_data": config.recovery_data}
     inside = [f"{place}." for place, data in unnamed.items() if data is None]
-    return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in found]
+    return [named[each.name] if each.name.startswith(tuple(inside)) else each for each in options]
 
 
 def options_of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]:

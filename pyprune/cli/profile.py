@@ -157,7 +157,7 @@ def predict(
 
     contexts = "2048" if context is None else context
     batch, tokens = _batch(contexts) if "x" in contexts else (1, _count(contexts, contexts))
-    known = Profile.load(profile)
+    stored = Profile.load(profile)
     if target is None:
         refuse_unread("PLAN", {"--allow-mismatch": allow_mismatch})
         if weights is not None or context is not None:
@@ -165,16 +165,16 @@ def predict(
                 "--weights and --context need a PLAN, whose memory is counted: name a plan or a checkpoint, or leave "
                 "them out."
             )
-        costs = MeasuredCosts(known)
-        output({"name": known.name, **summary(costs)}, json_file, fit_table(costs), probes_table(costs))
+        costs = MeasuredCosts(stored)
+        output({"name": stored.name, **summary(costs)}, json_file, fit_table(costs), probes_table(costs))
         return
     plan = plan_of(target)
-    known.check(plan, allow=allow_mismatch)
-    formats = (known.dtype,) if weights is None else comma_separated(weights)
+    stored.check(plan, allow=allow_mismatch)
+    formats = (stored.dtype,) if weights is None else comma_separated(weights)
     if not formats:
         raise ConfigError(f"--weights is {shown(weights or '')}, which names no format; name one, such as bfloat16.")
-    rows = _predictions(plan, MeasuredCosts(known), _config(known), formats, (batch, tokens))
-    data = {"plan": plan.to_dict(), "profile": known.name, "predicted": dict(rows)}
+    rows = _predictions(plan, MeasuredCosts(stored), _config(stored), formats, (batch, tokens))
+    data = {"plan": plan.to_dict(), "profile": stored.name, "predicted": dict(rows)}
     output(data, json_file, _prediction_table(plan, rows))
 
 

@@ -48,10 +48,10 @@ def _methods() -> str:
     by_unit: dict[str, list[str]] = {unit: [] for unit in REMOVES}
     for name in own_methods():
         by_unit[str(find_preset(name).ratio_of)].append(name)
-    found = [f"{', '.join(names)} ({REMOVES[unit]})" for unit, names in by_unit.items()]
+    parts = [f"{', '.join(names)} ({REMOVES[unit]})" for unit, names in by_unit.items()]
     if INSTALLED:
-        found.append(f"{', '.join(INSTALLED)} (of other packages)")
-    return ", ".join(found)
+        parts.append(f"{', '.join(INSTALLED)} (of other packages)")
+    return ", ".join(parts)
 
 
 def _presets() -> str:

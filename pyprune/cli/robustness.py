@@ -166,10 +166,10 @@ def _print_theorem(json_file: str | None) -> None:
     from pyprune.robustness.theorem import CASES, NOTE, check_theorem
     from pyprune.runtime.report import Table
 
-    found = [check_theorem(*case) for case in CASES]
+    checks = [check_theorem(*case) for case in CASES]
     columns = ("beta", "sigma", "rho", "Moreau gradient", "plain gradient", "bound as printed", "bound as proved")
-    table = Table("Theorem 1: largest slope found", columns, tuple(astuple(check) for check in found), NOTE)
-    output({"theorem": [vars(check) for check in found]}, json_file, table)
+    table = Table("Theorem 1: largest slope found", columns, tuple(astuple(check) for check in checks), NOTE)
+    output({"theorem": [vars(check) for check in checks]}, json_file, table)
 
 
 def _number(text: str, option: str) -> float:

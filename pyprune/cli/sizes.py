@@ -53,5 +53,5 @@ def _options_for(rules: SizeRules, config: PruneConfig, plan: PrunePlan) -> list
     )
     off_ffn = any(len(p.ffn) % rules.ffn_multiple for p in plan.layers if len(p.ffn) != dense.intermediate_size)
     off_hidden = plan.removed_hidden and len(plan.hidden) % rules.hidden_multiple
-    found = [f"--set score.ffn_multiple={rules.ffn_multiple}"] if by_steps and off_ffn else []
-    return found + ([f"--set hidden_multiple={rules.hidden_multiple}"] if off_hidden else [])
+    options = [f"--set score.ffn_multiple={rules.ffn_multiple}"] if by_steps and off_ffn else []
+    return options + ([f"--set hidden_multiple={rules.hidden_multiple}"] if off_hidden else [])

@@ -121,19 +121,19 @@ def fit(
     if resume and kept is None:
         say("There is no training to resume; results of the search are reused in any case.")
     with arithmetic_of(place, resume=resume):  # in another arithmetic another candidate might win
-        found = fitting.fit(budget, timed=timed)
+        fitted = fitting.fit(budget, timed=timed)
     writing = {"recover": recover, "resume": fitting.continued, "overwrite": overwrite}
-    found = write_winner(fitting, found, place, **writing)
+    fitted = write_winner(fitting, fitted, place, **writing)
     conditions = _conditions(options, fitting, profile)
     if timed:  # timing can be interrupted or end the process, so write the report first
-        unfinished = replace(found, not_run="The run ended before it was timed.")
+        unfinished = replace(fitted, not_run="The run ended before it was timed.")
         _write_report(place, unfinished, source.name, conditions, overwrite=overwrite)
-        found = fitting.run_winner(found, found.exported or place, engine)
-    if found.speed is not None:  # a GGUF file has no record
-        folder = found.exported if found.exported is not None and found.exported.is_dir() else place
-        annotate_checkpoint(folder, speed=speed_facts(found.speed, WINNER))
-    _write_report(place, found, source.name, conditions, overwrite=timed or overwrite)
-    return found
+        fitted = fitting.run_winner(fitted, fitted.exported or place, engine)
+    if fitted.speed is not None:  # a GGUF file has no record
+        folder = fitted.exported if fitted.exported is not None and fitted.exported.is_dir() else place
+        annotate_checkpoint(folder, speed=speed_facts(fitted.speed, WINNER))
+    _write_report(place, fitted, source.name, conditions, overwrite=timed or overwrite)
+    return fitted
 
 
 def _check_training(source: ModelSource, options: FitOptions, weights: str, out: Path) -> None:
@@ -367,15 +367,15 @@ def report_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.report")
 
 
-def _write_report(out: Path, found: Fitted, model: str, conditions: Mapping[str, str], *, overwrite: bool) -> None:
+def _write_report(out: Path, fitted: Fitted, model: str, conditions: Mapping[str, str], *, overwrite: bool) -> None:
     with atomic_folder(report_of(out), overwrite=overwrite) as work:
-        write_report(fit_report(found, model, conditions), work)
-        write_report_manifest(work, found.to_dict())
+        write_report(fit_report(fitted, model, conditions), work)
+        write_report_manifest(work, fitted.to_dict())
 
 
 def write_winner(
     fitting: Fitting,
-    found: Fitted,
+    fitted: Fitted,
     out: Path,
     *,
     recover: bool,
@@ -387,23 +387,23 @@ def write_winner(
     Its record has the budget and the measured amounts; memory is counted from the written weights.
     """
     # The file's name identifies the plan of a call that is resumed, which refuses another one.
-    plan = fitting.cache / f"winner-{digest(found.winner.plan.to_dict())[:12]}.json"
-    write_text(plan, found.winner.plan.to_json())
+    plan = fitting.cache / f"winner-{digest(fitted.winner.plan.to_dict())[:12]}.json"
+    write_text(plan, fitted.winner.plan.to_json())
     config = winner_config(fitting.options, str(plan), recover=recover, weights=fitting.weights)
     fitting.release()  # the run loads the model again
     result = prune_checkpoint(fitting.source, config, out=out, resume=resume, overwrite=overwrite)
     warn_of_other_exports(out, fitting.weights)
     exported = _export(out, fitting.weights, overwrite=overwrite)
-    found = _weigh(fitting, found, stored_bytes(exported or out))
-    amounts = found.winner.amounts
-    facts: dict[str, Any] = {"budget": str(found.budget), "weights": fitting.weights}
-    facts |= {str(x): x.write(amounts[x.quantity], found.dense[x.quantity]) for x in found.budget.limits}
+    fitted = _weigh(fitting, fitted, stored_bytes(exported or out))
+    amounts = fitted.winner.amounts
+    facts: dict[str, Any] = {"budget": str(fitted.budget), "weights": fitting.weights}
+    facts |= {str(x): x.write(amounts[x.quantity], fitted.dense[x.quantity]) for x in fitted.budget.limits}
     if not fitting.options.keep_multiples:
         facts[FITTED_RULES] = asdict(fitting.rules)
     for folder in filter(None, (out, exported)):
         if folder.is_dir():
             annotate_checkpoint(folder, fit=facts)
-    return replace(found, out=out, exported=exported, result=result)
+    return replace(fitted, out=out, exported=exported, result=result)
 
 
 def export_path(out: Path, weights: str) -> Path | None:
@@ -478,19 +478,19 @@ def stored_bytes(place: Path) -> int:
     return place.stat().st_size - int(GGUFReader(place).data_offset)
 
 
-def _weigh(fitting: Fitting, found: Fitted, stored: int) -> Fitted:
+def _weigh(fitting: Fitting, fitted: Fitted, stored: int) -> Fitted:
     """Count the memory of the written weights and of the cache of the limit's contexts; warn of broken limits."""
-    winner = found.winner
-    limited = [quantity for quantity in found.budget.quantities if quantity.kind == "memory"]
+    winner = fitted.winner
+    limited = [quantity for quantity in fitted.budget.quantities if quantity.kind == "memory"]
     bare = fitting.costs.predict(Quantity("memory", 0), winner.plan)
     memory = {q: stored + fitting.costs.predict(q, winner.plan) - bare for q in limited}
     weighed = replace(winner, measured={**winner.measured, **memory})
-    for limit in found.budget.broken(weighed.amounts, found.dense):
+    for limit in fitted.budget.broken(weighed.amounts, fitted.dense):
         if limit.quantity in memory:
-            taken = limit.write(memory[limit.quantity], found.dense[limit.quantity])
+            taken = limit.write(memory[limit.quantity], fitted.dense[limit.quantity])
             warn(f"The written model breaks {limit}: it takes {taken}, more than was counted.")
-    attempts = tuple(weighed if attempt == winner else attempt for attempt in found.attempts)
-    return replace(found, winner=weighed, attempts=attempts)
+    attempts = tuple(weighed if attempt == winner else attempt for attempt in fitted.attempts)
+    return replace(fitted, winner=weighed, attempts=attempts)
 
 
 def check_needs_profile(budget: Budget, profile: Profile | None) -> None:

@@ -18,31 +18,31 @@ UNITS = {"parameters": (1.0, ""), "memory": (1e6, " (MB)"), "prefill": (1e-3, " 
 """Kind of a quantity -> size of its unit in tables, and the name of the unit."""
 
 
-def limits_table(found: Fitted) -> Table:
+def limits_table(fitted: Fitted) -> Table:
     """Make a row for every limit: the limit, the dense model's amount, the predicted and the measured amount."""
     columns = ("limit", "dense", "predicted", "measured", "predicted / measured - 1")
-    return Table("Budget", columns, tuple(_limit_row(found, limit) for limit in found.budget.limits))
+    return Table("Budget", columns, tuple(_limit_row(fitted, limit) for limit in fitted.budget.limits))
 
 
-def _limit_row(found: Fitted, limit: Limit) -> tuple[Cell, ...]:
+def _limit_row(fitted: Fitted, limit: Limit) -> tuple[Cell, ...]:
     """Make the row of a limit; relative amounts of predictions are relative to the dense model's predicted amount."""
-    dense = found.dense[limit.quantity]
-    whole = found.predicted_dense.get(limit.quantity, dense)
-    predicted = found.winner.solution.predicted[limit.quantity]
+    dense = fitted.dense[limit.quantity]
+    whole = fitted.predicted_dense.get(limit.quantity, dense)
+    predicted = fitted.winner.solution.predicted[limit.quantity]
     row = (str(limit), limit.write(dense, dense), limit.write(predicted, whole))
-    measured = found.winner.measured.get(limit.quantity)
+    measured = fitted.winner.measured.get(limit.quantity)
     if measured is None:
         return (*row, None if limit.quantity.is_timed else "counted", None)
     error = limit.value(predicted, whole) / limit.value(measured, dense) - 1
     return (*row, limit.write(measured, dense), f"{error:+.1%}")
 
 
-def attempts_table(found: Fitted) -> Table:
+def attempts_table(fitted: Fitted) -> Table:
     """Make a row for every candidate, the best first: perplexity before training, and its amounts."""
-    quantities, kinds = found.budget.quantities, found.dense_perplexities
-    amounts = [convert(quantity, found.dense[quantity]) for quantity in quantities]
+    quantities, kinds = fitted.budget.quantities, fitted.dense_perplexities
+    amounts = [convert(quantity, fitted.dense[quantity]) for quantity in quantities]
     rows: list[tuple[Cell, ...]] = [("dense", "", mean_perplexity(kinds), *kinds.values(), *amounts)]
-    rows += [_attempt_row(found, attempt) for attempt in found.attempts]
+    rows += [_attempt_row(fitted, attempt) for attempt in fitted.attempts]
     return Table(
         "Candidates",
         ("candidate", "search", "mean", *kinds, *map(column_name, quantities)),
@@ -50,13 +50,13 @@ def attempts_table(found: Fitted) -> Table:
         note="Perplexity of the candidates, reconstructed as the conditions describe and not trained, on windows that "
         "nothing was fitted to; mean = geometric mean over the kinds of text. Times of candidates that were not run "
         "are predicted, relative to the dense model's measured time.",
-        highlight=1 + found.attempts.index(found.winner),
+        highlight=1 + fitted.attempts.index(fitted.winner),
     )
 
 
-def _attempt_row(found: Fitted, attempt: Attempt) -> tuple[Cell, ...]:
-    amounts = found.amounts_of(attempt)
-    cells = [convert(quantity, amounts[quantity]) for quantity in found.budget.quantities]
+def _attempt_row(fitted: Fitted, attempt: Attempt) -> tuple[Cell, ...]:
+    amounts = fitted.amounts_of(attempt)
+    cells = [convert(quantity, amounts[quantity]) for quantity in fitted.budget.quantities]
     variant = attempt.solution.variant
     return (attempt.plan.summary(), variant, attempt.perplexity, *attempt.perplexities.values(), *cells)
 
@@ -119,37 +119,37 @@ def _amounts(dense: Mapping[Quantity, float], point: Fitted) -> dict[Quantity, f
     return {q: amount * dense[q] / point.dense[q] if q.is_timed else amount for q, amount in amounts.items()}
 
 
-def fit_report(found: Fitted, model: str, conditions: Mapping[str, str]) -> Report:
+def fit_report(fitted: Fitted, model: str, conditions: Mapping[str, str]) -> Report:
     """Report the limits with predicted and measured amounts, every candidate, and the speed of the written model.
 
     Args:
-        found: the result for a budget, with the written model.
+        fitted: the result for a budget, with the written model.
         model: name of the dense one.
         conditions: of the search.
     """
-    tables, notes = [limits_table(found), attempts_table(found)], []
-    if found.speed is not None:
-        tables.append(speed_table(found.speed))
-        conditions = {**conditions, "speed": conditions_of(found.speed)}
-    elif found.not_run:
-        notes.append(f"The written model was not timed. {found.not_run}")
+    tables, notes = [limits_table(fitted), attempts_table(fitted)], []
+    if fitted.speed is not None:
+        tables.append(speed_table(fitted.speed))
+        conditions = {**conditions, "speed": conditions_of(fitted.speed)}
+    elif fitted.not_run:
+        notes.append(f"The written model was not timed. {fitted.not_run}")
     return Report(
-        f"{model} within {found.budget}",
-        summary=(f"Kept: {found.winner.plan.summary()}.",),
+        f"{model} within {fitted.budget}",
+        summary=(f"Kept: {fitted.winner.plan.summary()}.",),
         tables=tuple(tables),
-        charts=tuple(_candidates_chart(found, quantity) for quantity in found.budget.quantities),
+        charts=tuple(_candidates_chart(fitted, quantity) for quantity in fitted.budget.quantities),
         conditions=conditions,
         notes=tuple(notes),
     )
 
 
-def _candidates_chart(found: Fitted, quantity: Quantity) -> PointChart:
+def _candidates_chart(fitted: Fitted, quantity: Quantity) -> PointChart:
     """Chart the candidates, the winner among them, and the dense model."""
-    winner = found.attempts.index(found.winner)
-    names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(found.attempts))]
-    pairs = zip(names, found.attempts, strict=True)
-    places = {name: (found.amounts_of(attempt)[quantity], attempt.perplexity) for name, attempt in pairs}
-    return _chart(quantity, found, found.dense, places)
+    winner = fitted.attempts.index(fitted.winner)
+    names = ["winner" if n == winner else f"candidate {n + 1}" for n in range(len(fitted.attempts))]
+    pairs = zip(names, fitted.attempts, strict=True)
+    places = {name: (fitted.amounts_of(attempt)[quantity], attempt.perplexity) for name, attempt in pairs}
+    return _chart(quantity, fitted, fitted.dense, places)
 
 
 def sweep_report(points: Sequence[Fitted], model: str, conditions: Mapping[str, Any]) -> Report:
@@ -169,11 +169,11 @@ def _sweep_chart(points: Sequence[Fitted], quantity: Quantity) -> PointChart:
 
 
 def _chart(
-    quantity: Quantity, found: Fitted, dense: Mapping[Quantity, float], places: Mapping[str, tuple[float, float]]
+    quantity: Quantity, fitted: Fitted, dense: Mapping[Quantity, float], places: Mapping[str, tuple[float, float]]
 ) -> PointChart:
     """Chart name -> (amount of the quantity, perplexity), and the dense model with its amounts ``dense``."""
     scale = UNITS[quantity.kind][0]
-    every = {"dense": (dense[quantity], mean_perplexity(found.dense_perplexities)), **places}
+    every = {"dense": (dense[quantity], mean_perplexity(fitted.dense_perplexities)), **places}
     return PointChart(
         f"Perplexity against {quantity}",
         f"{column_name(quantity)}, less is better",

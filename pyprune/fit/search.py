@@ -449,11 +449,11 @@ class Fitting:
         say(f"Measured, the best candidate {what}: it takes {state.taken(attempt)}. {again}".rstrip())
         return False
 
-    def run_winner(self, found: Fitted, written: Path, engine: str = "auto") -> Fitted:
+    def run_winner(self, fitted: Fitted, written: Path, engine: str = "auto") -> Fitted:
         """Measure the speed of the written model, or note why it cannot be run here.
 
         Args:
-            found: result for a budget.
+            fitted: result for a budget.
             written: checkpoint folder or GGUF file; the search's model was released before it was written.
             engine: runs it if there is no profile.
         """
@@ -466,8 +466,8 @@ class Fitting:
             )  # fmt: skip
         except (PypruneError, OSError) as error:
             warn(f"{written} was not timed. {error}")  # it is complete and keeps its budget
-            return replace(found, not_run=str(error))
-        return replace(found, speed=speed)
+            return replace(fitted, not_run=str(error))
+        return replace(fitted, speed=speed)
 
     def _round(self, state: SearchState) -> Attempt:
         """Search once, try the solutions, and return the best candidate so far.

@@ -265,14 +265,9 @@ class _Programme:
         self, columns: Sequence[tuple[int, Choice]], before: Sequence[Solution], apart: int
     ) -> list[tuple[Floats, float]]:
         """Return rows (coefficients, upper bound) that exclude solutions similar to those before."""
-        same = [solution for solution in before if solution.hidden_size == self.hidden]
-        return [
-            (
-                np.array([float(choice.widths == solution.widths[layer]) for layer, choice in columns]),
-                float(len(self.search.layers) - apart),
-            )
-            for solution in same
-        ]
+        most = float(len(self.search.layers) - apart)
+        same = [solution.widths for solution in before if solution.hidden_size == self.hidden]
+        return [(np.array([float(choice.widths == widths[at]) for at, choice in columns]), most) for widths in same]
 
     def _choose(
         self,
@@ -291,30 +286,12 @@ class _Programme:
             bounds: of the quantities to limit.
             per_pair: coefficient of the number of head pairs beyond the first in the objective.
         """
-        for tightened in (0.0, _TOLERANCE, 2 * _TOLERANCE):
-            chosen = self._solve_once(columns, objective, cuts, bounds, per_pair, 1 - tightened)
-            if chosen is None:
-                return None
-            amounts = self._amounts(chosen)
-            if all(amounts[quantity] <= bound for quantity, bound in bounds.items()):
-                return chosen
-        return None
-
-    def _solve_once(
-        self,
-        columns: Sequence[tuple[int, Choice]],
-        objective: Floats,
-        cuts: Sequence[tuple[Floats, float]],
-        bounds: Mapping[Quantity, float],
-        per_pair: float,
-        share: float,
-    ) -> tuple[Choice, ...] | None:
         layers = len(self.search.layers)
         place = np.array([layer for layer, _ in columns])
         dropped = np.array([float(choice.widths == DROPPED) for _, choice in columns])
         # Divide each limit by its bound, so that one tolerance applies to bytes and seconds alike.
         rows = [np.array([self.cost[q, c.widths] / bound for _, c in columns]) for q, bound in bounds.items()]
-        most = [share - self.base[q] / bound for q, bound in bounds.items()]
+        most = [1 - self.base[q] / bound for q, bound in bounds.items()]
         rows += [dropped, *(row for row, _ in cuts)]
         most += [layers - 1.0, *(bound for _, bound in cuts)]
         pair_variables, pair_rows = self._pair_rows(columns)
@@ -326,24 +303,32 @@ class _Programme:
         if pair_variables:  # the last one is the number of pairs beyond the first
             limits[: len(bounds), -1] = [self.head_pair[q] / bound for q, bound in bounds.items()]
             weights[-1], largest[-1] = per_pair, pair_variables
-        constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(csr_array(limits), -np.inf, np.array(most))]
-        with _silent_stdout():
-            result = milp(
-                weights,
-                integrality=np.ones(width),
-                bounds=Bounds(0, largest),
-                constraints=[*constraints, *pair_rows],
-                options={"mip_rel_gap": self.options.gap, "node_limit": self.options.nodes},
-            )
-        if result.x is None and result.status != _INFEASIBLE:
-            raise BudgetError(
-                f"The solver stopped without a solution ({result.message}). Raise nodes (now {self.options.nodes:,}), "
-                "or open fewer choices."
-            )
-        if result.x is None:
-            return None
-        picked = result.x[: len(columns)]
-        return tuple(columns[int(np.where(place == i, picked, -1.0).argmax())][1] for i in range(layers))
+        options = {"mip_rel_gap": self.options.gap, "node_limit": self.options.nodes}
+        limited = np.arange(len(rows)) < len(bounds)
+        for tightened in (0.0, _TOLERANCE, 2 * _TOLERANCE):
+            within = LinearConstraint(csr_array(limits), -np.inf, np.array(most) - tightened * limited)
+            constraints = [LinearConstraint(one_each, 1, 1), within, *pair_rows]
+            with _silent_stdout():
+                result = milp(
+                    weights,
+                    integrality=np.ones(width),
+                    bounds=Bounds(0, largest),
+                    constraints=constraints,
+                    options=options,
+                )
+            if result.x is None and result.status != _INFEASIBLE:
+                raise BudgetError(
+                    f"The solver stopped without a solution ({result.message}). Raise nodes (now "
+                    f"{self.options.nodes:,}), or open fewer choices."
+                )
+            if result.x is None:
+                return None
+            picked = result.x[: len(columns)]
+            chosen = tuple(columns[int(np.where(place == i, picked, -1.0).argmax())][1] for i in range(layers))
+            amounts = self._amounts(chosen)
+            if all(amounts[quantity] <= bound for quantity, bound in bounds.items()):
+                return chosen
+        return None
 
     def _pair_rows(self, columns: Sequence[tuple[int, Choice]]) -> tuple[int, list[LinearConstraint]]:
         """Return the number of variables that count head pairs, and the rows that tie them to the columns.

@@ -225,12 +225,12 @@ def stored_profile(source: ModelSource, *, engine: str, dtype: str, allow: bool 
     chosen = choose_engine(engine)[0] if engine == "auto" else engine  # a named engine need not be installed
     config = dense_config(source)
     try:
-        found = _load_stored(config, chosen, dtype, allow=allow, instead="No times are reported.")
+        stored = _load_stored(config, chosen, dtype, allow=allow, instead="No times are reported.")
     except (OSError, RuntimeError):  # permissions; no home
         return None
-    if found is not None:
-        say(f"Using the profile {found.name}, of {found.machine['device']}.")
-    return found
+    if stored is not None:
+        say(f"Using the profile {stored.name}, of {stored.machine['device']}.")
+    return stored
 
 
 def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> None:
@@ -253,13 +253,13 @@ def _load_stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bo
     if not path.is_file():
         return None
     try:
-        found = Profile.load(path)
+        stored = Profile.load(path)
         if not allow:  # else the use of the profile warns
-            found.check(plan)
+            stored.check(plan)
     except BudgetError as error:
         warn(f"{error} {instead}")
         return None
-    return found
+    return stored
 
 
 def _predicts(profile: Profile, quantities: Sequence[Quantity]) -> bool:

@@ -254,11 +254,11 @@ class _Bench:
         key = _key("scores", self._weights_of(variant), {"options": options, "reserved": reserved})
         samples = self._samples(config)
         digest = Batch.of(samples).digest()
-        known = self.records.of("scores").get(key) or {"plans": {}}
-        if known.get("samples", digest) != digest:  # the file of the calibration text was changed since
-            known = {"plans": {}}
-        if all(repr(ratio) in known["plans"] for ratio in self.config.ratios):
-            return known
+        record = self.records.of("scores").get(key) or {"plans": {}}
+        if record.get("samples", digest) != digest:  # the file of the calibration text was changed since
+            record = {"plans": {}}
+        if all(repr(ratio) in record["plans"] for ratio in self.config.ratios):
+            return record
         self.use(variant)
         start = time.perf_counter()
         run = self._score(samples, config)
@@ -280,7 +280,7 @@ class _Bench:
                 "steps": run.details.get("steps"),
                 "residual": (run.details.get("residuals") or [None])[-1],
                 "samples": digest,
-                "plans": known["plans"] | plans,
+                "plans": record["plans"] | plans,
             }
         )
 
@@ -311,14 +311,14 @@ class _Bench:
         measured |= {"protocol": self.config.protocol, "tokens": self.config.max_tokens}
         measured |= {"bos": True} if begins_with_bos(self.model.config) else {}
         key = _key("perplexity", self._weights_of(variant), {"plan": plan and plan.to_dict(), **measured})
-        known = self.records.of("perplexity").get(key)
-        if known is None:
+        entry = self.records.of("perplexity").get(key)
+        if entry is None:
             start = time.perf_counter()
             model = self.mask(variant, plan)
-            found = evaluate_perplexity(
+            result = evaluate_perplexity(
                 model, self.tokenizer, text, self.config.protocol, max_tokens=self.config.max_tokens
             )
-            known = self.records.add(
+            entry = self.records.add(
                 {
                     "kind": "perplexity",
                     "key": key,
@@ -327,13 +327,13 @@ class _Bench:
                     "ratio": ratio,
                     "variant": variant,
                     "text": text.source,
-                    "protocol": found.protocol,
-                    "tokens": found.tokens,
-                    "perplexity": found.perplexity,
+                    "protocol": result.protocol,
+                    "tokens": result.tokens,
+                    "perplexity": result.perplexity,
                     "seconds": time.perf_counter() - start,
                 }
             )
-        return float(known["perplexity"])
+        return float(entry["perplexity"])
 
     def _conditions(self) -> dict[str, str]:
         config, methods = self.config, self.methods

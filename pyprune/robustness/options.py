@@ -94,11 +94,11 @@ class RobustnessConfig(Config):
             ConfigError: also options that the comparison sets itself, or does not read.
         """
         super().validate()
-        given = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
-        self._refuse_own_options(given)
+        names = [*self.options, *(name for text in self.settings for name in dotted_names(parse_setting(text)))]
+        self._refuse_own_options(names)
         for method in self.methods:
             self.of(method)
-        self._refuse_unread(given)
+        self._refuse_unread(names)
 
     def of(self, method: str) -> PruneConfig:
         """Return the complete options of a method, except for the ratio and the calibration seed.
@@ -106,48 +106,48 @@ class RobustnessConfig(Config):
         Raises:
             ConfigError: an unknown option, or scoring in several rounds.
         """
-        given: dict[str, Any] = {"score.axes": list(self.axes), **SAME}
+        options: dict[str, Any] = {"score.axes": list(self.axes), **SAME}
         if "hidden" in self.axes:
-            given["hidden_multiple"] = 1
+            options["hidden_multiple"] = 1
         if self.axes == ("hidden",):
-            given["ratio_of"] = "hidden"
+            options["ratio_of"] = "hidden"
         # None is an option that was not given; it must not undo the defaults.
-        given |= {name: value for name, value in self.options.items() if value is not None}
-        own = presets()[method]().method
-        found = build_config(
+        options |= {name: value for name, value in self.options.items() if value is not None}
+        method_name = presets()[method]().method
+        config = build_config(
             preset=method,
-            options={name: value for name, value in given.items() if not is_of_another(name, own)},
-            settings=[text for text in self.settings if not is_of_another(text, own)],
+            options={name: value for name, value in options.items() if not is_of_another(name, method_name)},
+            settings=[text for text in self.settings if not is_of_another(text, method_name)],
         )
         if "hidden" not in self.axes:  # nothing reads it, but it would tell scorings apart
-            found = replace(found, hidden_multiple=1)
-        if found.score_options.iterations > 1 or found.score_options.counts:
+            config = replace(config, hidden_multiple=1)
+        if config.score_options.iterations > 1 or config.score_options.counts:
             raise ConfigError(
                 "robustness ranks the scores of one round to several ratios; leave score.iterations at 1 and "
                 "score.heads, score.ffn and score.hidden out."
             )
-        if found.method == "smoothgrad":
+        if config.method == "smoothgrad":
             noise = own_options(self.of("moreau"), MoreauOptions)
             draws = noise.draws * (noise.steps if noise.redraw else 1)
-            found = replace(found, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
-            found.validate()
-        if found.method == "obs":  # else the variant bfloat16 would equal float32
-            found = replace(found, options=replace(own_options(found, ObsOptions), dtype="float32"))
-        return found
+            config = replace(config, options=SmoothGradOptions(draws=draws, sigma=noise.sigma, seed=noise.seed))
+            config.validate()
+        if config.method == "obs":  # else the variant bfloat16 would equal float32
+            config = replace(config, options=replace(own_options(config, ObsOptions), dtype="float32"))
+        return config
 
-    def _refuse_own_options(self, given: Sequence[str]) -> None:
-        for name in given:
+    def _refuse_own_options(self, names: Sequence[str]) -> None:
+        for name in names:
             if name in OWN_OPTIONS:
                 own = OWN_OPTIONS[name]
                 raise ConfigError(f"{name} is set by robustness itself, for every row of its tables; use --{own}.")
 
-    def _refuse_unread(self, given: Sequence[str]) -> None:
+    def _refuse_unread(self, names: Sequence[str]) -> None:
         """Refuse options that none of the compared methods reads."""
         compared = {presets()[method]().method for method in self.methods}
         if "smoothgrad" in compared:
             compared.add("moreau")  # whose noise it gets
         readable = [*OPEN_OPTIONS, *sorted(compared - {"smoothgrad"})]
-        for name in given:
+        for name in names:
             if name.partition(".")[0] == "smoothgrad":
                 raise ConfigError(
                     f"{name} is not read: smoothgrad gets the noise of moreau here, so that both see the same. Set "

@@ -142,7 +142,7 @@ def test_stored_bytes_are_those_of_the_cut_model(fitting: Fitting) -> None:
 
 
 def test_an_arm_without_a_plan_says_so(fitting: Fitting) -> None:
-    least = fitting.costs.fixed(Quantity("parameters"), fitting.identity.dense.hidden_size)
+    least = fitting.costs.base(Quantity("parameters"), fitting.identity.dense.hidden_size)
     share = least / fitting.costs.predict(Quantity("parameters"), fitting.identity)
     budget = Budget.parse(f"parameters={100 * share + 0.1:.2f}%")
     assert _plan_of(fitting, budget, "one width")[0] is None

@@ -34,6 +34,6 @@ def test_solutions_keep_the_budget_and_leave_little_of_it(shape: str) -> None:
     costs, budget = SyntheticCosts(sizes), Budget.parse("parameters=80%")
     (found,) = solve(search, budget, costs, SolveOptions(solutions=1))
     (limit,) = budget.limits
-    whole = costs.fixed(limit.quantity, sizes.hidden_size)
+    whole = costs.base(limit.quantity, sizes.hidden_size)
     whole += sum(costs.layer(limit.quantity, sizes.hidden_size, layer[0].widths) for layer in search.layers)
     assert 0.75 * whole < found.predicted[limit.quantity] <= 0.8 * whole
