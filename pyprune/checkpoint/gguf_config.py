@@ -256,7 +256,7 @@ COMPARED: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _compare(config: PretrainedConfig, facts: Mapping[str, Any], header: GgufHeader, start: str) -> None:
-    known = set(_keys_of_llama_cpp())
+    known = set(llama_cpp_keys())
     unknown = []
     for key, value in facts.items():
         expected = COMPARED[key](config) if key in COMPARED else None
@@ -286,7 +286,7 @@ def _key_error(header: GgufHeader, key: str, value: Any, reason: str) -> Checkpo
     )
 
 
-def _keys_of_llama_cpp() -> Iterator[str]:
+def llama_cpp_keys() -> Iterator[str]:
     """Yield all keys of architectures that the package gguf knows, without the architecture's name."""
     from gguf import Keys
 

@@ -131,12 +131,13 @@ class ReadLayers(LayerRunner):
 
     def _read(self, names: Iterable[str]) -> None:
         for name in names:
-            _set(self.model, name, self._parameter(name))
+            _set(self.model, name, self.read_parameter(name))
 
     def _drop(self, names: Iterable[str]) -> None:
         _drop_after(names, self.model)
 
-    def _parameter(self, name: str) -> nn.Parameter:
+    def read_parameter(self, name: str) -> nn.Parameter:
+        """Read one parameter from the files."""
         return nn.Parameter(self.tensors.read(name), requires_grad=False)
 
 

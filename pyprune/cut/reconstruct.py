@@ -219,7 +219,7 @@ def _reconstruct(
     walk: Walk | None = None
     if not all(step.exact for step in steps):
         with frozen_eval(dense.model), dense.compute_in(dtype), side.runner.compute_in(dtype):
-            chunks, judging, held_back = _chunks(
+            chunks, judging, held_back = text_chunks(
                 dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
             )
             multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
@@ -261,7 +261,7 @@ def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part]
                     walk.solve_writers(step, layer)
 
 
-def _chunks(
+def text_chunks(
     dense: LayerRunner, samples: Batch, kinds: Sequence[str] | None, held_back: float, batch_size: int | None
 ) -> tuple[list[Chunk], list[str], int]:
     """Return this process's share of the text, and the kinds of text and number of tokens that all hold back."""

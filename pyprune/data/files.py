@@ -12,7 +12,7 @@ from pyprune.errors import LONGEST_NAME, DataError, shown
 
 TEXT_BYTES = 2 << 30
 """A local file may have this many bytes, once it is unpacked."""
-_READ_AT_ONCE = 1 << 24
+READ_AT_ONCE = 1 << 24
 
 
 def check_file(path: Path) -> None:
@@ -61,7 +61,7 @@ def read_text(path: Path) -> str:
     data = bytearray()
     try:
         with opened(path, "rb") as stream:
-            while chunk := stream.read(_READ_AT_ONCE):
+            while chunk := stream.read(READ_AT_ONCE):
                 _refuse_nul(chunk, len(data), str(path))
                 data += chunk
                 if len(data) > TEXT_BYTES:

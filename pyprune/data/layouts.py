@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pyprune.data.documents import PARAGRAPH, Corpus, Document
 from pyprune.data.records import split_lines
 
-_WIKITEXT_TITLE = re.compile(r"^ = [^=].* = $")
+WIKITEXT_TITLE = re.compile(r"^ = [^=].* = $")
 _NOT_TREEBANK = re.compile(r"^(?! [^\n]+ $)", re.MULTILINE)
 """The first line that is not text between two spaces."""
 _WIKIPEDIA_ARTICLE = re.compile(r"<doc [^>]*>\n(.*?)</doc>", re.DOTALL)
@@ -27,7 +27,7 @@ def parse_plain(source: str, text: str) -> Corpus:
         DataError: it holds too many documents for memory.
     """
     body = text.removesuffix("\n")
-    if _WIKITEXT_TITLE.match(_first_line(body)):
+    if WIKITEXT_TITLE.match(_first_line(body)):
         # The rows of the hub's wikitext: a line keeps its end, a blank one is the empty string.
         rows = [line + "\n" if line.strip() else "" for line in split_lines(source, body, "\n")]
     elif not _NOT_TREEBANK.search(body):

@@ -481,7 +481,7 @@ class Fitting:
         for solution in alike or solutions:
             attempt = state.keep(self.try_solution(solution, state.dense))
             say(f"{attempt.plan.summary()}: perplexity {attempt.perplexity:.2f} before training.")
-        return self._best(state)
+        return self.best_attempt(state)
 
     def _time(self, attempt: Attempt, quantities: Sequence[Quantity], profile: Profile) -> Attempt:
         """Run a candidate in turns with the dense model, or read the times of an interrupted search."""
@@ -500,7 +500,7 @@ class Fitting:
         )
         return replace(attempt, measured=candidate, dense=dense)
 
-    def _best(self, state: SearchState) -> Attempt:
+    def best_attempt(self, state: SearchState) -> Attempt:
         """Return the candidate of the smallest loss among those that keep the budget by the current predictions."""
         costs = replace(self.costs, factors=state.factors)
         dense = state.asked.dense(costs, self.identity)

@@ -188,8 +188,8 @@ def profile_of(
     config = dense_config(source)
     _check_read(config, quantities)
     weights = dtype or default_dtype(chosen)
-    stored = _load_stored(config, chosen, weights, allow=allow, instead="It is measured again.")
-    if stored is not None and _predicts(stored, quantities):
+    stored = load_stored(config, chosen, weights, allow=allow, instead="It is measured again.")
+    if stored is not None and predicts(stored, quantities):
         say(f"Using the profile {stored.name}, of {stored.machine['device']}.")
         return stored
     if before is not None:
@@ -225,7 +225,7 @@ def stored_profile(source: ModelSource, *, engine: str, dtype: str, allow: bool 
     chosen = choose_engine(engine)[0] if engine == "auto" else engine  # a named engine need not be installed
     config = dense_config(source)
     try:
-        stored = _load_stored(config, chosen, dtype, allow=allow, instead="No times are reported.")
+        stored = load_stored(config, chosen, dtype, allow=allow, instead="No times are reported.")
     except (OSError, RuntimeError):  # permissions; no home
         return None
     if stored is not None:
@@ -246,7 +246,7 @@ def _check_read(config: PretrainedConfig, quantities: Sequence[Quantity]) -> Non
         raise BudgetError(f"{quantity} makes sequences of {needed} tokens, and the model reads {limit:g}.{nearest}")
 
 
-def _load_stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, instead: str) -> Profile | None:
+def load_stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bool, instead: str) -> Profile | None:
     """Load the profile of the default name if it exists and is valid on this machine; else warn with ``instead``."""
     plan = family_for(config).plan(config)
     path = stored_as(profile_name(plan.model_type, plan.dense, engine, dtype))
@@ -262,7 +262,8 @@ def _load_stored(config: PretrainedConfig, engine: str, dtype: str, *, allow: bo
     return stored
 
 
-def _predicts(profile: Profile, quantities: Sequence[Quantity]) -> bool:
+def predicts(profile: Profile, quantities: Sequence[Quantity]) -> bool:
+    """Check whether a profile predicts all of these quantities."""
     try:
         costs = MeasuredCosts(profile)
         for quantity in quantities:

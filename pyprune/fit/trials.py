@@ -155,7 +155,7 @@ def measure_losses(
         "options": options.identity(),
     }
     store = _Store(path, identity, digest(scores.hidden))
-    trials = _Trials(model, scores, space, batch, options)
+    trials = BlockTrials(model, scores, space, batch, options)
     anchors = [(i, widths) for i, layer in enumerate(space.layers) for widths in anchors_of(layer, options)]
     for loss in trials.blocks([place for place in anchors if store.get(*place, space.hidden[0]) is None]):
         store.add(loss)
@@ -220,7 +220,7 @@ class _Judge:
     entropy: Tensor
 
 
-class _Trials:
+class BlockTrials:
     """A dense model, its text, and the stream at the current block.
 
     Args:

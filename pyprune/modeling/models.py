@@ -54,7 +54,7 @@ class PrunedModelMixin:
         skipped = [module.layer_idx for module in model.modules() if isinstance(module, SkippedAttention)]
         if skipped:
             with evaluation_mode(model), torch.no_grad():
-                error = self._cache_error()
+                error = self.cache_error()
             if not error < _CACHE_ERROR[model.dtype]:
                 raise UnsupportedModelError(
                     f"Transformers {transformers.__version__} generates wrongly from this model, whose attention is "
@@ -63,7 +63,7 @@ class PrunedModelMixin:
                 )
         self._cache_is_right = True
 
-    def _cache_error(self) -> float:
+    def cache_error(self) -> float:
         """Return the relative error of a token's logits after cached tokens, against a pass without a cache."""
         model = cast(Any, self)
         ids = torch.arange(_CACHE_TOKENS, device=model.device)[None] % model.config.vocab_size

@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 22
+AT_ONCE = 1 << 22
 """Values that are rounded at once: a few arrays of this size are held in addition to the result."""
 _BETWEEN = 1 << 16
 """Steps of float32 between two neighbours of bfloat16."""
@@ -51,17 +51,17 @@ def changed_to_bfloat16(weight: Tensor, name: str) -> Tensor:
     result = torch.empty_like(flat, dtype=torch.bfloat16)
     begins = flat[:_SEEDING].cpu().numpy().tobytes()
     generator = torch.Generator(flat.device).manual_seed(crc32(begins, crc32(name.encode())))
-    for start in range(0, flat.numel(), _AT_ONCE):
-        part = flat[start : start + _AT_ONCE]
+    for start in range(0, flat.numel(), AT_ONCE):
+        part = flat[start : start + AT_ONCE]
         bits = torch.randint(_BETWEEN, part.shape, generator=generator, device=flat.device)
-        result[start : start + _AT_ONCE] = round_stochastically(part, bits)
+        result[start : start + AT_ONCE] = round_stochastically(part, bits)
     return result.view(weight.shape)
 
 
 def _lies_on_bfloat16(flat: Tensor) -> bool:
     """Check whether the elements that are not values of bfloat16 are nearer to one than by chance."""
     distance = changed = 0
-    for part in flat.split(_AT_ONCE):
+    for part in flat.split(AT_ONCE):
         between = part.view(torch.int32) & (_BETWEEN - 1)
         distance += int(torch.minimum(between, _BETWEEN - between).sum())
         changed += int(between.count_nonzero())

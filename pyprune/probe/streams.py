@@ -182,7 +182,7 @@ class LayerRunner:
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
         """
         call = self.keywords(part.layer, stream)
-        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self._autocast(stream):
+        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self.autocast(stream):
             return module(stream, **call)  # type: ignore[no-any-return]
 
     def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
@@ -206,10 +206,11 @@ class LayerRunner:
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
         """Apply a module inside a layer to x [..., in], in the dtype that :meth:`run` computes in."""
-        with self._autocast(x):
+        with self.autocast(x):
             return module(x)  # type: ignore[no-any-return]
 
-    def _autocast(self, x: Tensor) -> torch.autocast:
+    def autocast(self, x: Tensor) -> torch.autocast:
+        """Return the context that computes on the device of ``x``, in bfloat16 inside :meth:`compute_in` of it."""
         return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=self._bfloat16)
 
 

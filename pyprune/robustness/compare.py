@@ -87,7 +87,7 @@ def check_robustness(
     records = RecordFile(out, program="pyprune robustness", option="--out")
     texts = [evaluation_text(tokenizer, source) for source in config.texts]
     with restored(model) as originals:
-        result = _Bench(model, tokenizer, config, texts, originals, records).result()
+        result = RobustnessRun(model, tokenizer, config, texts, originals, records).result()
     if out is not None:
         write_text(out.with_suffix(".md"), to_markdown(result.report()))
     return result
@@ -117,7 +117,7 @@ def check_rows_file(out: Path) -> None:
 
 
 @dataclass(eq=False)
-class _Bench:
+class RobustnessRun:
     """The one model in memory, and its measurements."""
 
     model: PreTrainedModel
@@ -261,7 +261,7 @@ class _Bench:
             return record
         self.use(variant)
         start = time.perf_counter()
-        run = self._score(samples, config)
+        run = self.score(samples, config)
         seconds = time.perf_counter() - start
         say(f"[{number}] seed {seed}, {method}, {variant}: scored in {seconds:.1f} s", "dim")
         plans = {
@@ -284,7 +284,8 @@ class _Bench:
             }
         )
 
-    def _score(self, samples: Tensor, config: PruneConfig) -> Scoring:
+    def score(self, samples: Tensor, config: PruneConfig) -> Scoring:
+        """Score the structures of the model by the method of ``config``."""
         method = get_method(config.method)
         if not isinstance(method, ScoreMethod):
             raise ConfigError(f"method {config.method!r} does not score; robustness compares scoring methods.")

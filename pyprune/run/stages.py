@@ -77,7 +77,7 @@ class Stages:
         if self.work is not None:
             self.work.check_text(self.text.digests())
         kept = self.work.read_decision() if self.work is not None else None
-        decision = cast(PlanDecision, from_first(kept or self._new_decision()))
+        decision = cast(PlanDecision, from_first(kept or self.new_decision()))
         check_plan(decision.plan, family_for(self.model), self.model.config)
         if self.work is not None:
             self.work.write_decision(decision)
@@ -103,7 +103,7 @@ class Stages:
         """Enclose the work of all processes on the weights that each of them has."""
         return nullcontext() if self.division.on_host else divide_training()
 
-    def _new_decision(self) -> PlanDecision | None:
+    def new_decision(self) -> PlanDecision | None:
         """Return the decision of this process; None where the first one decides."""
         config = self.config
         if config.plan is not None:

@@ -109,10 +109,10 @@ def has_products(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype not in INSTRUCTIONS or device.type != "cpu" or read is None:
         return True
     available = read()
-    return any(available.get(name) for name in INSTRUCTIONS[dtype]) and not _masked(dtype)
+    return any(available.get(name) for name in INSTRUCTIONS[dtype]) and not is_masked(dtype)
 
 
-def _masked(dtype: torch.dtype) -> bool:
+def is_masked(dtype: torch.dtype) -> bool:
     """Check whether oneDNN, which computes these products, must not use instructions that an x86 CPU has."""
     if platform.machine() not in X86 or not torch.backends.mkldnn.is_available():
         return False
@@ -141,7 +141,7 @@ def bfloat16_is_faster(device: torch.device) -> bool:
         return _kept
     if device.type != "cpu":
         return True
-    return processes.from_first(_cpu_is_faster()) if _agreed is None else _agreed
+    return processes.from_first(_cpu_is_faster()) if agreed_on_bfloat16 is None else agreed_on_bfloat16
 
 
 _kept: bool | None = None
@@ -163,22 +163,23 @@ def bfloat16_as(faster: bool | None) -> Iterator[None]:
         _kept = before
 
 
-_agreed: bool | None = None
+agreed_on_bfloat16: bool | None = None
 """The result that all processes of a run share; None = each call exchanges it among all."""
 
 
 def agree_on_bfloat16() -> None:
     """Share the first process's result among all, so that single processes may call without the others."""
-    global _agreed
-    _agreed = processes.from_first(_cpu_is_faster())
+    global agreed_on_bfloat16
+    agreed_on_bfloat16 = processes.from_first(_cpu_is_faster())
 
 
 def _cpu_is_faster() -> bool:
-    return computes_bfloat16(torch.device("cpu")) and _cpu_is_faster_in_bfloat16()
+    return computes_bfloat16(torch.device("cpu")) and cpu_is_faster_in_bfloat16()
 
 
 @cache
-def _cpu_is_faster_in_bfloat16() -> bool:
+def cpu_is_faster_in_bfloat16() -> bool:
+    """Time a product of two matrices in both dtypes, once, and return whether bfloat16 took less time."""
     size, turns = 1024, 5
     inputs, weights = torch.ones(size, size), torch.ones(size, size)
     halves = inputs.bfloat16(), weights.bfloat16()

@@ -436,11 +436,11 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
     check_output(out, overwrite=overwrite)  # hours may have passed
     if not out.exists():
         part.rename(out)  # the system refuses if a folder with content appears at this moment
-    elif _exchange(part, out):  # so that another process finds one of the two at any time
+    elif exchange(part, out):  # so that another process finds one of the two at any time
         try:
             _refuse_foreign(part, shown_as=out)
         except BaseException:
-            _exchange(part, out)
+            exchange(part, out)
             raise
     else:
         old = part.with_name("old")
@@ -455,7 +455,7 @@ def _swap(part: Path, out: Path, *, overwrite: bool) -> None:
     sync(out.parent)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def exchange(one: Path, other: Path) -> bool:
     """Exchange two paths at once; False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:

@@ -30,7 +30,7 @@ _active = False
 """True inside a block of :func:`products_in_float32` that converts."""
 _as_asked = False
 """True inside a block of :func:`products_in` that keeps the dtype of operands."""
-_reported: set[torch.dtype] = set()
+reported: set[torch.dtype] = set()
 
 
 @contextmanager
@@ -49,13 +49,13 @@ def products_in_float32(model: nn.Module) -> Iterator[None]:
     if _active or _as_asked or not slow:
         yield
         return
-    for dtype in slow - _reported:
+    for dtype in slow - reported:
         name = _NAMES[dtype]
         say(f"This CPU has no {name} arithmetic: products of {name} weights are computed in float32.", "dim")
-    _reported.update(slow)
+    reported.update(slow)
     _active = True
     try:
-        with _Float32Products(slow):
+        with Float32Products(slow):
             yield
     finally:
         _active = False
@@ -81,7 +81,7 @@ def are_in_float32() -> bool:
     return _active and not _as_asked
 
 
-class _Float32Products(TorchDispatchMode):
+class Float32Products(TorchDispatchMode):
     """Replaces products of CPU tensors of these dtypes. It acts below autograd, whose graph holds no converted tensor.
 
     Args:

@@ -69,7 +69,7 @@ def check_quantizer(quantise: str) -> None:
         MissingDependencyError: xllamacpp, which brings llama.cpp's quantizer, is not installed.
     """
     if quantise in NARROW:
-        _quantizer()
+        llama_cpp_quantizer()
 
 
 def quantise_values(values: Array, kind: str) -> Array:
@@ -92,7 +92,7 @@ def quantise_values(values: Array, kind: str) -> Array:
         return blocks
     rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     out = np.empty((rows, nbytes((columns,), kind)), np.uint8)
-    quantise, number = _quantizer(), int(ggml_type(kind))
+    quantise, number = llama_cpp_quantizer(), int(ggml_type(kind))
     share = -(-rows // (os.cpu_count() or 1))
 
     def run(first: int) -> int:
@@ -114,7 +114,7 @@ def ggml_type(kind: str) -> Any:
 
 
 @cache
-def _quantizer() -> Callable[..., int]:
+def llama_cpp_quantizer() -> Callable[..., int]:
     """Return llama.cpp's: (type, values, blocks, first element, rows, columns, importance of columns) -> bytes."""
     try:
         from xllamacpp import xllamacpp

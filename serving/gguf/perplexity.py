@@ -84,7 +84,7 @@ def gguf_perplexity(
             raise DataError(
                 f"The text has token ids outside of the {facts.vocab_size} of {path}; tokenise it with its own."
             )
-        losses = torch.tensor(_Losses(server, facts.vocab_size).of(windows.tolist()), dtype=torch.float64)
+        losses = torch.tensor(WindowLosses(server, facts.vocab_size).of(windows.tolist()), dtype=torch.float64)
     if not (losses.isfinite() & (losses < NO_LOSS)).all():
         raise EvaluationError(
             f"llama.cpp gave a loss that is not finite for {path}, or a probability of 0: its weights are broken."
@@ -105,7 +105,7 @@ def _read(server: LlamaServer, source: str, split: str | None, field: str | None
     return EvaluationText(source, torch.tensor(server.tokenize(text)), text_sha256(text), corpus.max_windows)
 
 
-class _Losses:
+class WindowLosses:
     """Compute negative log-likelihoods with a server that generates."""
 
     def __init__(self, server: LlamaServer, vocab_size: int) -> None:
@@ -133,13 +133,13 @@ class _Losses:
         slot, window = window_of_slot
         token = window[position]
         if token not in self._parts:
-            likely = self._log_probabilities(slot, window[:position], token, 1)
+            likely = self.log_probabilities(slot, window[:position], token, 1)
             if token in likely:
                 return -likely[token]
             self._parts.add(token)
-        return -self._log_probabilities(slot, window[:position], self._whole, self._vocab_size)[token]
+        return -self.log_probabilities(slot, window[:position], self._whole, self._vocab_size)[token]
 
-    def _log_probabilities(self, slot: int, prompt: list[int], forced: int, count: int) -> dict[int, float]:
+    def log_probabilities(self, slot: int, prompt: list[int], forced: int, count: int) -> dict[int, float]:
         """Return log probabilities after a prompt: of the generated token, and of the ``count`` most likely ones."""
         answer = self._server.post(
             "/completion", prompt=prompt, n_predict=1, temperature=0, n_probs=count, logit_bias=[[forced, BIAS]],

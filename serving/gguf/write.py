@@ -187,7 +187,7 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     try:
-        for values in track(_convert(planned, formats), "writing tensors", total=len(planned)):
+        for values in track(convert_tensors(planned, formats), "writing tensors", total=len(planned)):
             writer.write_tensor_data(values)
     finally:
         writer.close()
@@ -226,7 +226,8 @@ def _format_notes(planned: list[Planned], formats: list[str], quantise: str, hea
         yield f"{head} makes the logits and is {matrices[head]}: its rows are no multiple of {BLOCKS[fine][0]}."
 
 
-def _convert(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
+def convert_tensors(planned: list[Planned], formats: list[str]) -> Iterator[Array]:
+    """Make each tensor and convert it to its format, one after the other."""
     for tensor, kind in zip(planned, formats, strict=True):
         values = np.ascontiguousarray(tensor.make())
         if kind not in ("f32", "bf16") and values.size and float(np.abs(values).max()) > F16_MAX:

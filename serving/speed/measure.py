@@ -301,7 +301,7 @@ class _Pool:
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._engines: dict[str, Engine] = {}
-        self._resident = len(run.models) == 1 or _fits(run)
+        self._resident = len(run.models) == 1 or fits_in_memory(run)
 
     def __enter__(self) -> _Pool:
         if self._resident:
@@ -394,7 +394,7 @@ def fills_gpu(engine: EngineName) -> bool:
     return engine != "llamacpp" and torch.cuda.is_available()
 
 
-def _fits(run: _Run) -> bool:
+def fits_in_memory(run: _Run) -> bool:
     """Check whether all engines may be loaded at once."""
     if fills_gpu(run.engine):
         return False

@@ -56,10 +56,11 @@ def register() -> None:
     vLLM may call this several times in one process; calling it again changes nothing. The first call is made before the
     processes of the ranks are started, which then know each other when they verify a checkpoint.
     """
-    _log_errors(_register)
+    _log_errors(register_architectures)
 
 
-def _register() -> None:
+def register_architectures() -> None:
+    """Register what vLLM does not know yet, and begin to verify checkpoints once for all ranks."""
     from vllm import ModelRegistry
 
     import pyprune.modeling  # noqa: F401  (registers the configurations with AutoConfig)

@@ -17,7 +17,7 @@ from pyprune.runtime import products
 def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that this CPU has no products of half precision, and that nothing was reported about it yet."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    monkeypatch.setattr(products, "_reported", set())
+    monkeypatch.setattr(products, "reported", set())
 
 
 @contextmanager

@@ -177,4 +177,4 @@ def test_keys_that_are_read_are_llama_cpp_s() -> None:
     """A key by a name that llama.cpp does not have would never be compared."""
     read = {*gguf_config.COMPARED, *gguf_config.WITHOUT_EFFECT}
     assert read - known_to_llama_cpp() == set()
-    assert len(set(gguf_config._keys_of_llama_cpp())) > 50
+    assert len(set(gguf_config.llama_cpp_keys())) > 50

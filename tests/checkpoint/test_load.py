@@ -219,7 +219,7 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
         return real(self, target)
 
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    monkeypatch.setattr(files, "_exchange", lambda one, other: False)  # where the file system cannot
+    monkeypatch.setattr(files, "exchange", lambda one, other: False)  # where the file system cannot
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt), atomic_folder(out, overwrite=True) as folder:
         (folder / "config.json").write_text("new")
@@ -541,6 +541,6 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
-    monkeypatch.setattr("pyprune.runtime.device._masked", lambda dtype: False)
+    monkeypatch.setattr("pyprune.runtime.device.is_masked", lambda dtype: False)
     warn_of_slow_dtype(dtype, torch.device(device))
     assert ("this CPU has no bfloat16 arithmetic" in capsys.readouterr().err) is warns

@@ -109,7 +109,7 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
         return recover(*arguments, **options)
 
     monkeypatch.setattr(device, "computes_bfloat16", lambda place: True)
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: faster)
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", lambda: faster)
     monkeypatch.setattr(stages, "recover", after)
     sets = ("elder.gates.first_round_steps=2", "elder.gates.round_steps=1", "elder.gates.batch_size=2",
             "recover.train.steps=2", "recover.train.batch_size=2")  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -21,8 +20,8 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.base import ERROR_CODE, INTERRUPTED_CODE
 from pyprune.cli.evaluate import text_conditions
 from pyprune.data.sources import has_splits
-from pyprune.train.loop import _Run
 from tests._support.cli import refused, run, tiny_elder
+from tests._support.interrupt import failing_step
 from tests._support.models import tiny_model
 
 
@@ -274,17 +273,9 @@ def test_a_training_that_would_fail_again_is_not_to_be_resumed(
     """Values that are not finite are the same again; a full disk can be emptied."""
     training = ["--set", "recover.train.steps=5", "--set", "recover.train.checkpoint_interval=1"]
     given = tiny_elder(checkpoint, text, *training, "--out", tmp_path / "out")
-    step = _Run._step
-
-    def failing(self: _Run, number: int) -> None:
-        if (self.config.steps, number) == (5, 3):
-            if finite:
-                raise OSError(28, "No space left on device")
-            next(iter(self.parameters.values())).data.fill_(math.nan)
-        step(self, number)
-
-    with monkeypatch.context() as once:
-        once.setattr(_Run, "_step", failing)
+    # Weights that a step makes NaN are noticed in the next one.
+    number, error = (3, OSError(28, "No space left on device")) if finite else (2, None)
+    with failing_step(number, error, steps=5):
         said = " ".join(refused(*given).split())
     assert ("No space left" if finite else "nan at step 3 of 5") in said
     assert "Partial results were kept (training checkpoints and its plan): --resume " in said

@@ -277,7 +277,7 @@ def test_trainings_of_the_same_weights_that_differ_in_memory_are_refused() -> No
 
 
 def test_a_model_that_fills_half_of_a_device_is_on_the_host(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyprune.runtime.device._agreed", None)  # comes back
+    monkeypatch.setattr("pyprune.runtime.device.agreed_on_bfloat16", None)  # comes back
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "local_count", lambda: 2)  # and share its memory
     source, config = TrainedModels(ModelSource.of(checkpoint)), PruneConfig(method="magnitude", device="cpu")

@@ -9,7 +9,7 @@ import torch
 
 from pyprune.cut.least_squares import NormalEquations
 from pyprune.cut.projections import Tally, choose
-from pyprune.cut.reconstruct import _chunks
+from pyprune.cut.reconstruct import text_chunks
 from pyprune.cut.steps import steps_of
 from pyprune.cut.walk import chunks_of
 from pyprune.data.tokens import Batch
@@ -134,7 +134,7 @@ def test_more_processes_than_passes_take_shorter_passes(monkeypatch: pytest.Monk
     runner, samples = LayerRunner(model, family_for(model)), Batch.of(tiny_batch(batch=16, length=8))
 
     def passes(batch_size: int | None = None) -> list[int]:
-        return [len(chunk.ids) for chunk in _chunks(runner, samples, None, 0.25, batch_size)[0]]
+        return [len(chunk.ids) for chunk in text_chunks(runner, samples, None, 0.25, batch_size)[0]]
 
     whole = passes()
     assert len(whole) == 2

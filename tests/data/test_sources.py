@@ -182,7 +182,7 @@ def test_several_members_and_an_empty_file_are_read_as_before(tmp_path: Path) ->
 
 def test_a_gzip_bomb_is_read_no_further_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "TEXT_BYTES", 100_000)
-    monkeypatch.setattr(files, "_READ_AT_ONCE", 10_000)
+    monkeypatch.setattr(files, "READ_AT_ONCE", 10_000)
     taken = [0]
     real = gzip.GzipFile.read
 
@@ -202,7 +202,7 @@ def test_a_gzip_bomb_is_read_no_further_than_allowed(tmp_path: Path, monkeypatch
 
 
 def test_zeros_are_binary_at_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_READ_AT_ONCE", 10)
+    monkeypatch.setattr(files, "READ_AT_ONCE", 10)
     path = tmp_path / "bomb.txt.gz"
     path.write_bytes(gzip.compress(b"a" * 25 + b"\0" * 50_000_000))
     with pytest.raises(DataError, match="a NUL byte at offset 25"):
@@ -240,7 +240,7 @@ def test_layouts_are_told_apart_line_by_line(lines: list[str]) -> None:
     text = "\n".join(lines)
     body = text.removesuffix("\n").split("\n")
     title = next((line for line in body if line.strip()), "")
-    if layouts._WIKITEXT_TITLE.match(title):
+    if layouts.WIKITEXT_TITLE.match(title):
         expected = [line + "\n" if line.strip() else "" for line in body]
     elif all(len(line) > 2 and line[0] == line[-1] == " " for line in body):
         expected = [line.strip() for line in body]

@@ -14,8 +14,8 @@ from pyprune.fit import attempts, search, trials
 from pyprune.methods import training
 from pyprune.plan import PrunePlan
 from pyprune.runtime import device
-from pyprune.train.loop import _Run
 from tests._support.cli import run
+from tests._support.interrupt import failing_step
 from tests.fit.test_engines import place_of
 from tests.fit.test_fit import arguments
 
@@ -34,21 +34,13 @@ def test_a_resumed_search_goes_on_in_the_arithmetic_in_which_it_began(
     short = TrainConfig(steps=2, batch_size=2, micro_batch_size=2, warmup_steps=0, checkpoint_interval=1)
     monkeypatch.setattr(training, "short_training", lambda: short)
     monkeypatch.setattr(device, "computes_bfloat16", lambda _: True)
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: faster)
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", lambda: faster)
     cache = tmp_path / "cache"
     given = [*arguments(place, tmp_path / "out", "parameters=70%"), "--cache", cache, "--set", "values.dtype=auto"]
-    step = _Run._step
-
-    def interrupted(self: Any, number: int) -> None:
-        if number == 2:
-            raise KeyboardInterrupt
-        step(self, number)
-
-    with monkeypatch.context() as once:
-        once.setattr(_Run, "_step", interrupted)
+    with failing_step(2, KeyboardInterrupt()):
         assert "--resume continues" in run(*given).output
     known = {path: path.read_text() for path in cache.glob("*.jsonl")}
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: not faster)
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", lambda: not faster)
     result = run(*given, "--resume")
     assert result.exit_code == 0, result.output
     assert {path.name for path in known} >= {"block-losses.jsonl", "attempts.jsonl"}
@@ -73,7 +65,7 @@ def test_another_budget_is_found_by_the_command_that_was_named_without_measuring
     kept = last_word(first.stdout, said)
     assert kept == tmp_path / ("cache" if named else "out.fit")
     monkeypatch.setattr(search, "score_units", fails)
-    monkeypatch.setattr(trials._Trials, "blocks", lambda _, wanted: fails() if wanted else ())
+    monkeypatch.setattr(trials.BlockTrials, "blocks", lambda _, wanted: fails() if wanted else ())
     other = run(*command(place, tmp_path / "other", "parameters=70%", cache=kept), "--no-recover")
     assert other.exit_code == 0, other.output
     record = read_pruning_json(tmp_path / "other").provenance["fit"]

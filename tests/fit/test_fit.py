@@ -53,8 +53,8 @@ from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.engines import EngineError
 from pyprune.serving.quantise import quantising_obstacle
 from pyprune.serving.widths import group_obstacle
-from pyprune.train import loop
 from tests._support.cli import refused, run
+from tests._support.interrupt import failing_step
 from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
 from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
@@ -508,15 +508,7 @@ def test_an_interrupted_training_of_the_winner_is_resumed(
     given = arguments(place, tmp_path / "out", "parameters=70%")
     whole = run(*arguments(place, tmp_path / "whole", "parameters=70%"))
     assert whole.exit_code == 0, whole.output
-    step = loop._Run._step
-
-    def stopped(self: loop._Run, number: int) -> None:
-        if number == 3:
-            raise KeyboardInterrupt
-        step(self, number)
-
-    with monkeypatch.context() as once:
-        once.setattr(loop._Run, "_step", stopped)
+    with failing_step(3, KeyboardInterrupt()):
         interrupted = run(*given)
     assert "--resume continues" in interrupted.output
     assert "--resume" in refused(*given)
@@ -557,7 +549,7 @@ def test_what_was_measured_once_is_used_again(place: Path, tmp_path: Path, monke
         return ()
 
     monkeypatch.setattr(search, "score_units", again)
-    monkeypatch.setattr(import_module("pyprune.fit.trials")._Trials, "blocks", none_wanted)
+    monkeypatch.setattr(import_module("pyprune.fit.trials").BlockTrials, "blocks", none_wanted)
     monkeypatch.setattr(import_module("pyprune.fit.attempts"), "reconstruct_", again)
     second = Fitting.of(place / "dense", cache=cache, options=options(place)).fit(Budget.parse("parameters=70%"))
     assert second.winner == first.winner
@@ -912,9 +904,9 @@ def test_candidates_are_judged_with_what_their_head_pairs_cost(
     for plan, perplexity in ((unequal, 2.0), (whole, 3.0)):
         solution = Solution(48, tuple(Widths(*layer.widths) for layer in plan.layers), 0.0, {}, "best")
         state.keep(Attempt(solution, plan, 0, {"text": perplexity}))
-    assert fitting._best(state).plan == whole
+    assert fitting.best_attempt(state).plan == whole
     monkeypatch.setattr(MeasuredCosts, "head_pair", lambda *_: 0.0)
-    assert fitting._best(state).plan == unequal
+    assert fitting.best_attempt(state).plan == unequal
 
 
 @pytest.mark.process
@@ -1135,8 +1127,8 @@ def test_workloads_that_only_another_model_of_the_same_sizes_can_read_are_not_me
 
     known = SimpleNamespace(quantities=[Quantity("prefill", 4096), Quantity("prefill", 32)])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(timed, "_load_stored", lambda *_, **__: known)
-    monkeypatch.setattr(timed, "_predicts", lambda *_: False)
+    monkeypatch.setattr(timed, "load_stored", lambda *_, **__: known)
+    monkeypatch.setattr(timed, "predicts", lambda *_: False)
     monkeypatch.setattr(timed, "take_profile", take_profile)
     with pytest.raises(BudgetError, match="Nothing is measured here"):
         timed.profile_of(place / "dense", engine="transformers", dtype="float32", quantities=[Quantity("prefill", 16)])

@@ -59,7 +59,7 @@ def test_values_anywhere_between_their_neighbours_go_to_the_nearer_one() -> None
 
 def test_long_weights_are_rounded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     before = on_bfloat16(100, 10)
-    monkeypatch.setattr(rounding, "_AT_ONCE", 64)
+    monkeypatch.setattr(rounding, "AT_ONCE", 64)
     rounded = changed_to_bfloat16((before + 1e-5).T, "w")
     assert rounded.shape == (10, 100)
     assert bool(((rounded.float() - before.T).abs() <= 2**-11).all())

@@ -30,7 +30,7 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_the_layer_at_work_and_the_streams_are_on_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a device where tensors have no values."""
-    monkeypatch.setattr(LayerRunner, "_autocast", lambda *_: nullcontext())  # which that device lacks
+    monkeypatch.setattr(LayerRunner, "autocast", lambda *_: nullcontext())  # which that device lacks
     model = tiny_model(family)
     layers = HostLayers(model, family_for(model), ELSEWHERE)
     stream = layers.embed(tiny_batch(0, 2, 8))

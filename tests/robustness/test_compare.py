@@ -342,8 +342,8 @@ def test_an_option_that_no_score_reads_makes_no_new_scoring(
 
 def test_one_scoring_serves_every_ratio(texts: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    real = module._Bench._score
-    monkeypatch.setattr(module._Bench, "_score", lambda self, s, c: calls.append(c) or real(self, s, c))
+    real = module.RobustnessRun.score
+    monkeypatch.setattr(module.RobustnessRun, "score", lambda self, s, c: calls.append(c) or real(self, s, c))
     run(config(texts, ratios=(0.1, 0.15, 0.2)))
     assert len(calls) == 2 * 3, "2 methods, 3 variants with float32"
 
@@ -488,7 +488,7 @@ def test_the_command_says_what_an_interrupted_run_kept(
         scores.append(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Bench, "_score", interrupted)
+    monkeypatch.setattr(module.RobustnessRun, "score", interrupted)
     done = CliRunner().invoke(app, arguments(texts, folder, "--out", str(out)))
     assert done.exit_code == INTERRUPTED_CODE
     assert scores

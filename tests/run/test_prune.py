@@ -40,9 +40,9 @@ from pyprune.run.text import draw_samples, text_configs
 from pyprune.runtime import device
 from pyprune.runtime.files import atomic_folder
 from pyprune.serving.export import export
-from pyprune.train.loop import _Run
 from pyprune.train.state import TrainState, save_state
 from tests._support.compare import assert_same_logits
+from tests._support.interrupt import failing_step
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
 from tests._support.tokenizer import tiny_tokenizer
@@ -228,21 +228,12 @@ def test_a_run_goes_on_in_the_arithmetic_in_which_it_began(
         cut={"reconstruct": "least_squares", "least_squares": {"dtype": "auto"}},
     )  # fmt: skip
     monkeypatch.setattr(device, "computes_bfloat16", lambda place: True)
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: faster)
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", lambda: faster)
     prune(model_folder, settings, out=tmp_path / "straight")
 
-    real = _Run._step
-
-    def interrupt(self: Any, step: int) -> None:
-        if (self.config.steps, step) == (4, 3):
-            raise KeyboardInterrupt
-        real(self, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prune(model_folder, settings, out=tmp_path / "again")
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", lambda: not faster)
+    with failing_step(3, KeyboardInterrupt(), steps=4), pytest.raises(KeyboardInterrupt):
+        prune(model_folder, settings, out=tmp_path / "again")
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", lambda: not faster)
     kept = tmp_path / ".again.work" / "arithmetic.json"
     whole = kept.read_text()
     kept.write_text(whole[:-5])
@@ -342,7 +333,7 @@ def test_a_plan_that_an_interrupted_run_had_reached_is_not_dropped(
     with pytest.raises(OutputError, match=r"has kept its plan in .*--resume to continue it, or --overwrite"):
         prune(model_folder, settings, out=tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("pyprune.run.stages.Stages._new_decision", lambda *_: pytest.fail("decided again"))
+        patch.setattr("pyprune.run.stages.Stages.new_decision", lambda *_: pytest.fail("decided again"))
         prune(model_folder, settings, out=tmp_path / "out", resume=True)
     assert not work.exists()
 

@@ -91,13 +91,13 @@ def without_separate(facts: Any) -> Any:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Parameters of stored layers that are in memory when another one is read."""
     found: list[int] = []
-    parameter = ReadLayers._parameter
+    parameter = ReadLayers.read_parameter
 
     def read(self: ReadLayers, name: str) -> torch.nn.Parameter:
         found.append(sum(not p.is_meta for layer in self.layers for p in layer.parameters()))
         return parameter(self, name)
 
-    monkeypatch.setattr(ReadLayers, "_parameter", read)
+    monkeypatch.setattr(ReadLayers, "read_parameter", read)
     return found
 
 

@@ -16,9 +16,9 @@ from pyprune.runtime.device import GPU_MARGIN, device_memory, park, working_dtyp
 
 @pytest.fixture(autouse=True)
 def _measured_anew() -> Iterator[None]:
-    device._cpu_is_faster_in_bfloat16.cache_clear()
+    device.cpu_is_faster_in_bfloat16.cache_clear()
     yield
-    device._cpu_is_faster_in_bfloat16.cache_clear()
+    device.cpu_is_faster_in_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(("float32", "bfloat16", "chosen"), [(2.0, 1.0, "bfloat16"), (1.0, 1.9, "float32")])
@@ -32,7 +32,7 @@ def test_auto_is_what_this_cpu_multiplies_faster_in(
         return left  # a product in bfloat16 takes seconds on a CPU that has no instructions for it
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(device, "_masked", lambda dtype: False)
+    monkeypatch.setattr(device, "is_masked", lambda dtype: False)
     monkeypatch.setattr(device.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", timed)
     assert working_dtype("auto", torch.device("cpu")) == chosen
@@ -57,7 +57,7 @@ def test_without_instructions_nothing_is_measured_and_what_is_named_stays(
         raise AssertionError("measured")
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
-    monkeypatch.setattr(device, "_cpu_is_faster_in_bfloat16", measured)
+    monkeypatch.setattr(device, "cpu_is_faster_in_bfloat16", measured)
     assert working_dtype(dtype, torch.device(place)) == chosen
 
 

@@ -44,7 +44,7 @@ def test_a_product_is_the_exact_one_rounded_once(
         lambda c, x, y: plus(c, x, y, beta=0),
     ]
     for way in ways:
-        with products_seen() as seen, products._Float32Products({dtype}):
+        with products_seen() as seen, products.Float32Products({dtype}):
             found = way(added, a, b)
         exact = way(added.double(), a.double(), b.double())
         assert found.dtype == dtype
@@ -64,7 +64,7 @@ def test_no_more_than_a_block_of_the_larger_operands_is_converted(monkeypatch: p
 
     monkeypatch.setattr(Tensor, "float", converted)
     weight, x = drawn(100, 8, dtype=torch.bfloat16), drawn(4, 8, dtype=torch.bfloat16)
-    with products._Float32Products({torch.bfloat16}):
+    with products.Float32Products({torch.bfloat16}):
         y = functional.linear(x, weight)
         y.t() @ x
         y @ weight

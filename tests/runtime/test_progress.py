@@ -89,7 +89,8 @@ def test_a_bar_inside_a_bar_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """rich takes a second live display for a mistake."""
     from rich.console import Console
 
-    monkeypatch.setattr(progress, "_console", Console(stderr=True, force_terminal=True))
+    terminal = Console(stderr=True, force_terminal=True)
+    monkeypatch.setattr(progress, "console", lambda: terminal)
     assert [(a, b) for a in track([1, 2], "outer") for b in track([3, 4], "inner")] == [(1, 3), (1, 4), (2, 3), (2, 4)]
 
 
@@ -114,6 +115,7 @@ for _ in tqdm(range(20), desc="off", disable=True):
 """
 
 
+@pytest.mark.process
 def test_bars_of_other_libraries_are_lines_of_a_log() -> None:
     done = subprocess.run([sys.executable, "-c", FOREIGN], capture_output=True, text=True, check=True)
     said = done.stderr.splitlines()
@@ -128,6 +130,7 @@ def test_bars_of_other_libraries_are_lines_of_a_log() -> None:
     assert len(said) == len(weights) + len(download)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("method", ["taylor", "shortgpt"])
 def test_a_command_in_a_log_draws_no_bar(method: str, tmp_path: Any) -> None:
     from tests._support.models import tiny_model

@@ -77,7 +77,7 @@ class EngineGroup:
         """Time one request of a model."""
         let_settle(len(self.engines) - 1, self.engine)
         start = time.perf_counter() - self.began
-        seconds, _ = self.engines[name].generate(self._prompts(quantity, repeat), _new_tokens(quantity))
+        seconds, _ = self.engines[name].generate(self.prompts(quantity, repeat), _new_tokens(quantity))
         return Timing(name, quantity, group, start, seconds)
 
     def round(
@@ -208,9 +208,10 @@ class EngineGroup:
 
     def _warm(self, engine: Engine) -> None:
         for quantity in self.quantities:
-            engine.generate(self._prompts(quantity, -1), min(WARM_TOKENS, _new_tokens(quantity)))
+            engine.generate(self.prompts(quantity, -1), min(WARM_TOKENS, _new_tokens(quantity)))
 
-    def _prompts(self, quantity: Quantity, repeat: int) -> list[list[int]]:
+    def prompts(self, quantity: Quantity, repeat: int) -> list[list[int]]:
+        """Return the token ids of the prompts with which a quantity is measured."""
         if quantity.kind == "prefill" or quantity.prompt:
             work = Workload(quantity.batch, prompt_tokens=quantity.prompt or quantity.tokens, seed=self.seed)
             return work.prompts("prompt", repeat, self.vocab_size, count=quantity.batch)

@@ -375,10 +375,10 @@ def test_a_profile_of_one_of_two_accelerators_is_used_on_that_one(
 
 def test_long_prompts_are_as_many_and_as_long_as_asked() -> None:
     group = turns.EngineGroup("transformers", "float32", [], vocab_size=500)
-    prompts = group._prompts(Quantity("generation", 3, 4, 20), 0)
+    prompts = group.prompts(Quantity("generation", 3, 4, 20), 0)
     assert [len(prompt) for prompt in prompts] == [20] * 4
     assert len({tuple(prompt) for prompt in prompts}) == 4
-    assert max(len(prompt) for prompt in group._prompts(Quantity("generation", 3, 4), 0)) <= SHORT_PROMPT_TOKENS
+    assert max(len(prompt) for prompt in group.prompts(Quantity("generation", 3, 4), 0)) <= SHORT_PROMPT_TOKENS
 
 
 # --- commands ------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
     """The layers that are read, in order; one of them is in memory at a time, also in copies and graphs."""
     seen: list[int] = []
     alive: list[weakref.ref[Any]] = []
-    layer, parameter = StoredLayers.layer, StoredLayers._parameter
+    layer, parameter = StoredLayers.layer, StoredLayers.read_parameter
 
     def remembered(self: StoredLayers, name: str) -> nn.Parameter:
         found = parameter(self, name)
@@ -184,7 +184,7 @@ def counted(patch: pytest.MonkeyPatch) -> list[int]:
         return layer(self, index)
 
     patch.setattr(StoredLayers, "layer", read)
-    patch.setattr(StoredLayers, "_parameter", remembered)
+    patch.setattr(StoredLayers, "read_parameter", remembered)
     return seen
 
 

@@ -169,7 +169,7 @@ def test_what_earlier_rounds_removed_stays_removed_while_factors_are_trained(mon
     plan = decision_of(model, SAMPLES, options(axes=("ffn",), ranking="local", ffn=30)).plan
     gone = sorted(set(range(40)) - set(plan.layers[2].ffn))
     products: dict[str, Tensor] = {}
-    unload = loraprune._Guided.after_optimizer_step
+    unload = loraprune.GuidedTraining.after_optimizer_step
 
     def watched(self: Any, *args: Any) -> None:
         unload(self, *args)
@@ -177,7 +177,7 @@ def test_what_earlier_rounds_removed_stays_removed_while_factors_are_trained(mon
             a, b, _ = self._factors(name)
             products[name] = (b @ a).detach().clone()
 
-    monkeypatch.setattr(loraprune._Guided, "after_optimizer_step", watched)
+    monkeypatch.setattr(loraprune.GuidedTraining, "after_optimizer_step", watched)
     with masked(model, plan):
         loraprune.score(scoring_of(model, SAMPLES, config, masked=True))
     assert products["model.layers.2.mlp.down_proj"][:, gone].abs().max() == 0

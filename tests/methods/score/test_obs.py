@@ -122,7 +122,7 @@ def test_sums_of_bfloat16_values_are_float32() -> None:
     wide = values.flatten(0, -2).double()
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.zeros(20, 20)
-        obs._add_values_(found, values)
+        obs.add_values_(found, values)
     torch.testing.assert_close(found.double(), wide.T @ wide, rtol=1e-5, atol=1e-4)
 
 

@@ -207,7 +207,7 @@ def test_rows_are_quantised_one_by_one_whichever_thread_has_them(monkeypatch: py
 def test_without_llama_cpp_k_quants_are_refused_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks._quantizer.cache_clear()
+    blocks.llama_cpp_quantizer.cache_clear()
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
     with pytest.raises(MissingDependencyError, match="K-quants"):
         export_gguf(tmp_path / "nothing", tmp_path / "x.gguf", quantise="q4_k")
@@ -356,8 +356,8 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
                 raise OSError(28, "No space left on device")
             yield values
 
-    converted = write._convert
-    monkeypatch.setattr(write, "_convert", failing)
+    converted = write.convert_tensors
+    monkeypatch.setattr(write, "convert_tensors", failing)
     for out, overwrite in ((report.path, True), (tmp_path / "new.gguf", False)):
         made.clear()
         with pytest.raises(OutputError, match="no room on the disk"):

@@ -62,7 +62,7 @@ def test_a_probability_of_nothing_is_no_loss(tmp_path: Path, monkeypatch: pytest
     """llama.cpp tells it as the lowest number that float32 has."""
     _, report = CASES["equal"].write(tmp_path)
     lowest = torch.finfo(torch.float32).min
-    monkeypatch.setattr(gguf_measure._Losses, "_log_probabilities", lambda *_: dict.fromkeys(range(100), lowest))
+    monkeypatch.setattr(gguf_measure.WindowLosses, "log_probabilities", lambda *_: dict.fromkeys(range(100), lowest))
     with pytest.raises(EvaluationError, match="or a probability of 0"):
         gguf_perplexity(report.path, text(), "ppl-128", window=WINDOW, **EXACT)
 

@@ -27,7 +27,7 @@ from pyprune.serving.engines import (
     choose_engine,
     group_cpu_seconds,
 )
-from pyprune.serving.speed.measure import _fits, measure, workload_of
+from pyprune.serving.speed.measure import fits_in_memory, measure, workload_of
 from pyprune.serving.speed.precision import ratio_interval
 from pyprune.serving.speed.results import SpeedReport
 from pyprune.serving.speed.table import conditions, speed_table
@@ -317,8 +317,8 @@ def test_unknown_engine() -> None:
 def test_on_a_gpu_engines_do_not_share_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two vLLM engines would find no memory; llama.cpp runs on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not _fits(SimpleNamespace(engine="vllm", models={}))
-    assert _fits(SimpleNamespace(engine="llamacpp", models={}))
+    assert not fits_in_memory(SimpleNamespace(engine="vllm", models={}))
+    assert fits_in_memory(SimpleNamespace(engine="llamacpp", models={}))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -123,7 +123,7 @@ def test_what_goes_wrong_in_a_plugin_is_one_line_in_the_log(
     def fail() -> dict[str, str]:
         raise error
 
-    monkeypatch.setattr("pyprune.serving.vllm.plugin._register", fail)
+    monkeypatch.setattr("pyprune.serving.vllm.plugin.register_architectures", fail)
     register()
     [record] = caplog.records
     message = record.getMessage()

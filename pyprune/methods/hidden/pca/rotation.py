@@ -31,7 +31,7 @@ from pyprune.runtime.progress import track
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_AT_ONCE = 1 << 24
+AT_ONCE = 1 << 24
 """Numbers that are rotated at once, in float64."""
 
 
@@ -128,5 +128,5 @@ def _rotate_parameter(parameter: nn.Parameter, dim: int, gain: Tensor | None, ro
     matrix = rotation.to(rows.device)
     if gain is not None:
         matrix = gain.to(rows.device)[:, None] * matrix
-    for chunk in rows.split(max(1, _AT_ONCE // prod(rows.shape[1:]))):
+    for chunk in rows.split(max(1, AT_ONCE // prod(rows.shape[1:]))):
         chunk.copy_(chunk.double() @ matrix)

@@ -52,7 +52,7 @@ def score(run: Scoring) -> None:
     config = own_options(run.request, LoraPruneOptions)
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
-    objective = _Guided(run, projections, config)
+    objective = GuidedTraining(run, projections, config)
     with measure_memory(run) as account, adapters(run.model, list(projections), lora) as adapted:
         try:
             # Weights, gradients and both moments of the factors are held through all steps.
@@ -92,7 +92,7 @@ def _projections(run: Scoring) -> dict[str, NamedParam]:
     return {name: p for name, p in weights.items() if isinstance(run.model.get_submodule(name), nn.Linear)}
 
 
-class _Guided(Objective):
+class GuidedTraining(Objective):
     """Plain language-model training of the factors that reads their gradients."""
 
     name = "loraprune"

@@ -197,14 +197,14 @@ class _Moments:
         return self.inputs.nbytes + self.outputs.nbytes
 
     def add_inputs(self, x: Tensor) -> None:
-        _add_values_(self.inputs, x)
+        add_values_(self.inputs, x)
         self.tokens += x.numel() // x.shape[-1]
 
     def add_gradient(self, grad: Tensor) -> None:
-        _add_values_(self.outputs, grad)
+        add_values_(self.outputs, grad)
 
 
-def _add_values_(total: Tensor, values: Tensor) -> None:
+def add_values_(total: Tensor, values: Tensor) -> None:
     """Add v v^T of every token's v [n] to a total, float32 also where the model computes in bfloat16."""
     with torch.autocast(values.device.type, enabled=False):
         add_moments_(total, values.detach().flatten(0, -2).float())
