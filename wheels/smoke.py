@@ -48,12 +48,12 @@ def came_from_the_wheel(pure: bool) -> str:
     """The package lies in this environment, and so does its extension."""
     import pyprune
     import pyprune.serving
-    from pyprune.ops import _dispatch
+    from pyprune.ops import dispatch
 
     modules = [pyprune, pyprune.serving]
-    extension = _dispatch.extension()
+    extension = dispatch.extension()
     if pure != (extension is None):
-        raise Failure(f"extension: {_dispatch.backend_report()['cpp']}")
+        raise Failure(f"extension: {dispatch.backend_report()['cpp']}")
     if extension is not None:
         modules.append(extension)
     home = Path(sysconfig.get_path("platlib")).resolve()
@@ -92,7 +92,7 @@ def ops_agree() -> str:
     import torch
 
     from pyprune.ops import available_isas, group_penalty, slice_gather
-    from pyprune.ops._dispatch import extension
+    from pyprune.ops.dispatch import extension
 
     expected = INSTRUCTION_SETS.get(platform.machine(), ("scalar",))
     if tuple(available_isas()) != expected[: len(available_isas())]:

@@ -7,7 +7,7 @@ chooses. Subnormal numbers are not flushed to zero; docs/ops.md has the rule and
 
 from __future__ import annotations
 
-from pyprune.ops._dispatch import BackendError, OpError, available_isas, backend_report, plain_torch, triton_obstacle
+from pyprune.ops.dispatch import BackendError, OpError, available_isas, backend_report, plain_torch, triton_obstacle
 from pyprune.ops.group_importance import group_importance
 from pyprune.ops.group_penalty import add_group_penalty_, group_penalty
 from pyprune.ops.group_soft_threshold import group_soft_threshold

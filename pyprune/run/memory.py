@@ -96,7 +96,7 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
         DataError: sequences that are longer than the model allows.
         PypruneError: as :func:`pyprune.checkpoint.load.ModelSource.shapes`.
     """
-    config = _with_dtype_of_lean(config)
+    config = adopt_lean_dtype(config)
     trainings = _all_trainings(config)
     if not trainings:
         return config
@@ -107,16 +107,16 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
     device = resolve_device(config.device)
     if any(training.train.compile for training in config.trainings()):
         check_compiler(device)
-    capacity = _capacity(device)
+    capacity = device_capacity(device)
     model = models.model.shapes(config.dtype)
     for training in trainings:
         check_sequence_length(model.config, training.data.sequence_length)
-    at_most = _estimate(models, model, config)
+    at_most = memory_estimate(models, model, config)
     if not always and at_most <= WORTH_A_TABLE * capacity:
         mib = math.ceil(at_most / 2**20)
         say(f"Memory at the peak: at most about {mib:,} MiB, of {_gib(capacity)} on {device}{_each()}.", "dim")
         # The same choice as for a large model, so that the run may be resumed on another machine.
-        return _with_memory(config, lean=config.dtype == "bfloat16")
+        return set_memory(config, lean=config.dtype == "bfloat16")
     decided, predicted = memory_of(models, config, device, capacity)
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
@@ -173,7 +173,7 @@ def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> D
             warn(f"--placement {placement} is for several processes (torchrun); this run has one.")
         return Division()
     agree_on_bfloat16()  # the first process may ask alone later
-    device, config = resolve_device(config.device), _with_dtype_of_lean(config)
+    device, config = resolve_device(config.device), adopt_lean_dtype(config)
     weights = sum(p.nbytes for p in models.model.shapes(config.dtype).parameters())
     remote = models.model.trust_remote_code
     if remote and placement == "host":
@@ -182,7 +182,7 @@ def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> D
             "configuration, without the repository's own code. Leave --trust-remote-code or --placement out."
         )
     if placement == "auto":
-        placement = "host" if not remote and weights > LARGEST_ON_DEVICE * _capacity(device) else "device"
+        placement = "host" if not remote and weights > LARGEST_ON_DEVICE * device_capacity(device) else "device"
     if placement == "device":
         return Division()
     deciding = config.deciding_training()
@@ -191,7 +191,7 @@ def division_of(models: TrainedModels, config: PruneConfig, placement: str) -> D
     return Division(device, "first")
 
 
-def _capacity(device: torch.device) -> int:
+def device_capacity(device: torch.device) -> int:
     """Return the bytes that each process of this run may use on its device."""
     # Processes on one machine share its memory; GPUs are not shared.
     sharing = processes.local_count() if device.type == "cpu" else 1
@@ -249,7 +249,7 @@ def _all_trainings(config: PruneConfig | RecoverCheckpointConfig) -> list[Traini
     return [*([] if deciding is None else [deciding]), *config.trainings()]
 
 
-def _with_dtype_of_lean(config: Run) -> Run:
+def adopt_lean_dtype(config: Run) -> Run:
     """Load the weights in bfloat16 where all of them are trained lean, or, without such a training, any is."""
     trainings = list(config.trainings())
     lean = any(t.train.memory == "lean" for t in [t for t in trainings if t.all_weights] or trainings)
@@ -277,7 +277,9 @@ def _each() -> str:
     return f", in each of {processes.count()} processes" if processes.count() > 1 else ""
 
 
-def _estimate(models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig) -> int:
+def memory_estimate(
+    models: TrainedModels, model: PreTrainedModel, config: PruneConfig | RecoverCheckpointConfig
+) -> int:
     """Return an upper bound on the memory of any training in bytes, from sizes alone."""
     trainings = _all_trainings(config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -396,17 +398,17 @@ def _choose_memory(config: Run, estimator: MemoryEstimator, capacity: int) -> Ru
     if not lean and all(t.may_be_lean for t in whole):
         full = [t._replace(train=replace(t.train, memory="full")) for t in auto]
         lean = any(estimator.at(t, config.dtype).total > capacity for t in full)
-    return _with_memory(config, lean=lean)
+    return set_memory(config, lean=lean)
 
 
-def _with_memory(config: Run, *, lean: bool) -> Run:
+def set_memory(config: Run, *, lean: bool) -> Run:
     """Set lean or full in every training of all weights on auto, and the device for the teacher."""
     if _leaves_teacher_open(config):
         config = _with_teacher(config, "device")
     for training in [t for t in config.trainings() if t.all_weights and t.train.memory == "auto"]:
         train = replace(training.train, memory="lean" if lean else "full")
         config = config.with_training(training.action, train)
-    config = _with_dtype_of_lean(config)
+    config = adopt_lean_dtype(config)
     config.validate()
     return config
 

@@ -14,7 +14,7 @@ from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig, Training
 from pyprune.config.train import RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError
-from pyprune.run.memory import TrainedModels, _estimate, _with_dtype_of_lean, division_of, memory_of, within_memory
+from pyprune.run.memory import TrainedModels, adopt_lean_dtype, division_of, memory_estimate, memory_of, within_memory
 from pyprune.run.recipe import build_config
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
@@ -127,8 +127,8 @@ def test_the_gates_are_looked_at_too(checkpoint: Path, text: Path, monkeypatch: 
 def test_adapters_in_lean_memory_leave_the_training_of_all_weights_as_it_is() -> None:
     lean = ["recover.adapters=lora", "recover.train.dtype=bfloat16", "recover.train.memory=lean"]
     whole = ["stages.after=[recover]", "dress.train.memory=full"]
-    assert _with_dtype_of_lean(build_config(preset="dress-anneal", settings=[*whole, *lean])).dtype == "float32"
-    assert _with_dtype_of_lean(build_config(settings=lean)).dtype == "bfloat16"
+    assert adopt_lean_dtype(build_config(preset="dress-anneal", settings=[*whole, *lean])).dtype == "float32"
+    assert adopt_lean_dtype(build_config(settings=lean)).dtype == "bfloat16"
 
 
 @pytest.mark.second
@@ -205,7 +205,7 @@ def test_a_small_run_says_in_one_line_what_it_holds_at_most(
     (line,) = capsys.readouterr().err.splitlines()
     assert "Memory at the peak: at most about" in line
     assert "of 1048576.00 GiB on cpu" in line
-    estimate = _estimate(TrainedModels(ModelSource.of(checkpoint)), ModelSource.of(checkpoint).shapes(), config)
+    estimate = memory_estimate(TrainedModels(ModelSource.of(checkpoint)), ModelSource.of(checkpoint).shapes(), config)
     _, found = memory_of(TrainedModels(ModelSource.of(checkpoint)), config, torch.device("cpu"), 2**50)
     assert all(memory.total <= estimate for _, memory in found)
 

@@ -437,7 +437,7 @@ def test_exports_of_an_earlier_model_are_named(tmp_path: Path, capsys: pytest.Ca
 def test_a_training_that_does_not_fit_names_the_commands_that_do(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pyprune.run.memory._capacity", lambda _: 1000)
+    monkeypatch.setattr("pyprune.run.memory.device_capacity", lambda _: 1000)
     out = tmp_path / "out"
     said = " ".join(refused(*arguments(place, out, "parameters=70%")).split())
     assert "would hold" in said

@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pyprune import ops
-from pyprune.ops import _dispatch, _triton_sums
+from pyprune.ops import dispatch, triton_sums
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -78,7 +78,7 @@ def adamw(dtype: torch.dtype, quantised: bool, penalty: Penalty | None, count: i
 def main() -> None:
     driver.set_active(Target())  # type: ignore[no-untyped-call]
     # Tensors without a GPU are taken, as they are for the interpreter.
-    _dispatch.uses_interpreter = lambda: True
+    dispatch.uses_interpreter = lambda: True
     compiled: dict[str, set[str]] = defaultdict(set)
     run = JITFunction.run
 
@@ -92,7 +92,7 @@ def main() -> None:
         groups(dtype, axis)
     for dtype in DTYPES:
         whole(dtype)
-    _triton_sums.fast_in_float64 = lambda device: True  # as on a data centre's GPU
+    triton_sums.fast_in_float64 = lambda device: True  # as on a data centre's GPU
     groups(torch.bfloat16, 1)
     groups(torch.float32, 0)
     whole(torch.bfloat16)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from pyprune.ops import _dispatch, available_isas
+from pyprune.ops import available_isas, dispatch
 
 BACKENDS = ["python", "triton", *(f"cpp-{isa}" for isa in available_isas())]
 
@@ -16,7 +16,7 @@ BACKENDS = ["python", "triton", *(f"cpp-{isa}" for isa in available_isas())]
 @pytest.fixture
 def use_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """A function that selects "python", "triton" or "cpp-<isa>" until the end of the test."""
-    module = _dispatch.extension()
+    module = dispatch.extension()
 
     def select(name: str) -> None:
         backend, _, isa = name.partition("-")

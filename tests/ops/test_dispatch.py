@@ -12,10 +12,10 @@ import torch
 from pyprune.ops import (
     BackendError,
     OpError,
-    _dispatch,
     add_group_penalty_,
     available_isas,
     backend_report,
+    dispatch,
     group_importance,
     group_penalty,
     group_soft_threshold,
@@ -27,7 +27,7 @@ from pyprune.ops import (
 
 def test_the_extension_is_there_when_it_is_required() -> None:
     if os.environ.get("PYPRUNE_REQUIRE_EXT", "0") not in {"", "0"}:
-        assert _dispatch.extension() is not None
+        assert dispatch.extension() is not None
 
 
 def test_auto_logs_its_reason_once(
@@ -35,7 +35,7 @@ def test_auto_logs_its_reason_once(
 ) -> None:
     use_backend("auto")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    _dispatch._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="pyprune.ops"):
         for _ in range(3):
             group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
@@ -51,7 +51,7 @@ def test_auto_does_not_choose_tritons_interpreter(
 ) -> None:
     use_backend("auto")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    chosen = _dispatch.choose("an_op", {"triton": lambda: None, "cpp": lambda: None})
+    chosen = dispatch.choose("an_op", {"triton": lambda: None, "cpp": lambda: None})
     assert chosen == "cpp"
 
 
@@ -90,7 +90,7 @@ def test_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explicit_backend_that_an_op_does_not_have(use_backend: Callable[[str], None]) -> None:
     use_backend("cpp")
     with pytest.raises(BackendError, match="an_op cannot run on it: it has no such implementation"):
-        _dispatch.choose("an_op", {})
+        dispatch.choose("an_op", {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the tensor would simply be on the wrong device")
@@ -102,11 +102,11 @@ def test_triton_without_gpu_or_interpreter(use_backend: Callable[[str], None], m
 
 
 def test_cpp_without_the_extension(use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dispatch, "extension", lambda: None)
+    monkeypatch.setattr(dispatch, "extension", lambda: None)
     use_backend("cpp")
     with pytest.raises(BackendError, match="not built"):
         group_soft_threshold(torch.ones(2, 2), [0], 0, 0.5)
-    assert _dispatch.available_isas() == []
+    assert dispatch.available_isas() == []
     assert "not built" in backend_report()["cpp"]
 
 
@@ -116,21 +116,21 @@ def test_an_extension_that_cannot_be_loaded_says_why(monkeypatch: pytest.MonkeyP
     def fails(name: str) -> None:
         raise ImportError("libgomp.so.1: cannot open shared object file")
 
-    _dispatch._load_extension.cache_clear()
+    dispatch.load_extension.cache_clear()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(_dispatch.importlib, "import_module", fails)
+            patched.setattr(dispatch.importlib, "import_module", fails)
             assert backend_report()["cpp"] == (
                 "the extension pyprune._C cannot be loaded: libgomp.so.1: cannot open shared object file"
             )
             assert available_isas() == []
     finally:
-        _dispatch._load_extension.cache_clear()
+        dispatch.load_extension.cache_clear()
 
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_instruction_sets() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
     on_arm = platform.machine() == "aarch64"
     assert (available_isas() == ["neon"]) if on_arm else (available_isas()[0] == "scalar")
@@ -150,15 +150,15 @@ def test_instruction_sets() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_positions_are_checked(built: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the extension or by torch, with the same answers; strided tensors too."""
-    if built and _dispatch.extension() is None:
+    if built and dispatch.extension() is None:
         pytest.skip("the extension is not built")
     if not built:
-        monkeypatch.setattr(_dispatch, "extension", lambda: None)
+        monkeypatch.setattr(dispatch, "extension", lambda: None)
     like = torch.ones(1)
 
     def checked(values: list[int]) -> torch.Tensor:
         strided = torch.tensor([value for value in values for _ in range(2)], dtype=dtype)[::2]
-        return _dispatch.check_index(strided, 5, like)
+        return dispatch.check_index(strided, 5, like)
 
     for good in ([], [4], [3, 0, 4], [0, 1, 2, 3, 4]):
         assert checked(good).tolist() == good

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas, group_importance
+from pyprune.ops import BackendError, OpError, available_isas, dispatch, group_importance
 from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count
 
@@ -212,7 +212,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module, view = _dispatch.extension(), _dispatch.tensor_view
+    module, view = dispatch.extension(), dispatch.tensor_view
     assert module is not None
     w, other, half = torch.ones(4, 6), torch.ones(6, 4), torch.ones(4, 6).bfloat16()
     out, single = torch.zeros(4, dtype=torch.float64), torch.zeros(4)

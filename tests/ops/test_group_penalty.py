@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas, group_penalty
+from pyprune.ops import BackendError, OpError, add_group_penalty_, available_isas, dispatch, group_penalty
 from pyprune.ops.group_penalty.reference import group_penalty as by_autograd
 from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
@@ -393,7 +393,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module, view = _dispatch.extension(), _dispatch.tensor_view
+    module, view = dispatch.extension(), dispatch.tensor_view
     assert module is not None
     w, one, four, real = torch.ones(4, 6), torch.tensor([1]), torch.tensor([4]), torch.tensor([1.0])
     double = w.double()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas, group_penalty, group_soft_threshold
+from pyprune.ops import BackendError, OpError, available_isas, dispatch, group_penalty, group_soft_threshold
 from pyprune.ops.group_soft_threshold import reference
 from tests.ops.properties import examples
 from tests.ops.rule import assert_equal_for_every_isa_and_thread_count, assert_within_rule
@@ -224,7 +224,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module, view = _dispatch.extension(), _dispatch.tensor_view
+    module, view = dispatch.extension(), dispatch.tensor_view
     assert module is not None
     w = torch.ones(4, 6)
     good = {"w": w, "index": torch.tensor([1]), "axis": 0, "threshold": 1.0, "offset": 0.0, "threads": 1}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas, layer_norm_virtual
+from pyprune.ops import BackendError, OpError, available_isas, dispatch, layer_norm_virtual
 from pyprune.ops.layer_norm_virtual.reference import layer_norm_virtual as by_autograd
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
@@ -182,9 +182,9 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
-    view = _dispatch.tensor_view
+    view = dispatch.tensor_view
     x, out, weight, mean, rstd = (torch.ones(s) for s in ((4, 6), (4, 6), (6,), (4,), (4,)))
 
     def call(size: int = 8, scale: torch.Tensor = weight, target: torch.Tensor = out, threads: int = 1) -> None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import OpError, _dispatch, available_isas, perturb
-from pyprune.ops._philox import philox
+from pyprune.ops import OpError, available_isas, dispatch, perturb
 from pyprune.ops.perturb import reference
 from pyprune.ops.perturb.reference import normals
+from pyprune.ops.philox import philox
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
@@ -190,7 +190,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module, view = _dispatch.extension(), _dispatch.tensor_view
+    module, view = dispatch.extension(), dispatch.tensor_view
     assert module is not None
     x, y = torch.ones(2, 6), torch.ones(2, 5)
     with pytest.raises(ValueError, match="delta has shape"):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, add_group_penalty_, available_isas
+from pyprune.ops import BackendError, OpError, add_group_penalty_, available_isas, dispatch
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, decode_moment, encode_moment, regularised_adamw
 from pyprune.ops.regularised_adamw.reference import Randomness, Scalars, read_moments, step_tensor, write_moments
 from tests.ops.properties import examples
@@ -454,9 +454,9 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
-    view = _dispatch.tensor_view
+    view = dispatch.tensor_view
     w, g, m, v = (torch.ones(4, 6) for _ in range(4))
     index = torch.tensor([0])
 
@@ -496,7 +496,7 @@ class TestManyWeightsInOneLaunch:
     def launches(self, use_backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The names of the kernels, in the order of their launches."""
         use_backend("triton")
-        from pyprune.ops import _triton
+        from pyprune.ops import triton_launch
         from pyprune.ops.group_penalty import triton as sums
         from pyprune.ops.regularised_adamw import triton as kernels
 
@@ -504,7 +504,7 @@ class TestManyWeightsInOneLaunch:
 
         def launch(kernel: Any, *arguments: Any, **constants: Any) -> None:
             found.append(kernel.__name__)
-            _triton.launch(kernel, *arguments, **constants)
+            triton_launch.launch(kernel, *arguments, **constants)
 
         for module in (kernels, sums):
             monkeypatch.setattr(module, "launch", launch)
@@ -560,9 +560,9 @@ class TestManyWeightsInOneLaunch:
         weights = [torch.ones(32, 16) for _ in range(3)]
         gradients = [torch.ones(32, 16) for _ in range(3)]
         moments = [Moments.zeros(w) for w in weights]
-        before = kernels._table.cache_info().misses, kernels._owners.cache_info().misses
+        before = kernels.kernel_table.cache_info().misses, kernels.program_owners.cache_info().misses
         for step in range(1, 6):
             regularised_adamw(weights, gradients, moments, HYPER, steps=step)
         assert launches == ["_update_many"] * 5
-        assert kernels._table.cache_info().misses == before[0] + 1
-        assert kernels._owners.cache_info().misses <= before[1] + 1
+        assert kernels.kernel_table.cache_info().misses == before[0] + 1
+        assert kernels.program_owners.cache_info().misses <= before[1] + 1

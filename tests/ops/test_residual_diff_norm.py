@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import OpError, _dispatch, available_isas, residual_diff_norm
+from pyprune.ops import OpError, available_isas, dispatch, residual_diff_norm
 from pyprune.ops.residual_diff_norm.reference import residual_diff_norm as by_autograd
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
@@ -207,9 +207,9 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
-    view = _dispatch.tensor_view
+    view = dispatch.tensor_view
     x, norms = view(torch.ones(4, 6)), view(torch.ones(4))
     with pytest.raises(ValueError, match="kind"):
         module.residual_diff_norm(x, x, norms, "l3", 1)

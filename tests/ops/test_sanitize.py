@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pyprune.ops import _dispatch, available_isas
+from pyprune.ops import available_isas, dispatch
 from tests._support import sanitized
 from tests._support.paths import REPO
 
@@ -17,11 +17,11 @@ import sys, torch
 sys.path.insert(0, ".")
 from tests._support import sanitized
 sanitized.install()
-from pyprune.ops import _dispatch
-module, w = _dispatch.extension(), torch.zeros(3, 5)
+from pyprune.ops import dispatch
+module, w = dispatch.extension(), torch.zeros(3, 5)
 index = torch.tensor([0, 3])
 lie = module.Tensor(w.data_ptr(), [4, 5], [5, 1], "float32")
-module.group_soft_threshold(lie, _dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
+module.group_soft_threshold(lie, dispatch.tensor_view(index), 0, 0.5, 0.0, 1)
 """
 
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(sanitized.VARIABLE not in os.environ, reason="ru
 
 
 def test_cpp_is_the_sanitized_build() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
     assert module.__file__ == os.environ[sanitized.VARIABLE]
     assert available_isas()

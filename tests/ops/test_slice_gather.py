@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyprune.ops import BackendError, OpError, _dispatch, available_isas, slice_gather
+from pyprune.ops import BackendError, OpError, available_isas, dispatch, slice_gather
 from tests.ops.properties import examples
 from tests.ops.rule import assert_within_rule
 
@@ -151,9 +151,9 @@ def test_wide_elements_run_on_the_reference(use_backend: Callable[[str], None]) 
 
 @pytest.mark.skipif(not available_isas(), reason="the extension is not built")
 def test_the_bindings_check_what_they_are_given() -> None:
-    module = _dispatch.extension()
+    module = dispatch.extension()
     assert module is not None
-    view = _dispatch.tensor_view
+    view = dispatch.tensor_view
     w, out = torch.ones(4, 6), torch.ones(2, 3)
     rows, cols = torch.tensor([0, 3]), torch.tensor([1, 2, 5])
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import pyprune.ops
-from pyprune.ops._triton import launch
+from pyprune.ops.triton_launch import launch
 
 FOLDER = Path(pyprune.ops.__file__).parent
 
@@ -69,7 +69,7 @@ class TestLaunch:
         assert not [
             (module, call.lineno)
             for module, call in calls()
-            if isinstance(call.func, ast.Subscript) and module != "pyprune.ops._triton"
+            if isinstance(call.func, ast.Subscript) and module != "pyprune.ops.triton_launch"
         ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyprune.ops import _triton_sums, group_penalty, moreau_step, residual_diff_norm
+from pyprune.ops import group_penalty, moreau_step, residual_diff_norm, triton_sums
 from pyprune.ops.group_importance.reference import member_scores as exact_scores
 
 # Triton's interpreter computes in numpy, which warns of products that float32 cannot hold.
@@ -35,7 +35,7 @@ def _triton(
     """Both ways to sum; the interpreter takes the first by itself."""
     use_backend("triton")
     if request.param == "data centre":
-        monkeypatch.setattr(_triton_sums, "fast_in_float64", lambda device: True)
+        monkeypatch.setattr(triton_sums, "fast_in_float64", lambda device: True)
 
 
 @pytest.mark.parametrize(("capability", "fast"), [((8, 0), True), ((8, 9), False), ((9, 0), True), ((12, 0), False)])
@@ -44,9 +44,9 @@ def test_a_gpu_is_known_by_its_capability(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert _triton_sums.fast_in_float64(torch.device("cuda")) is fast
-    assert (_triton_sums.folds(2048, 1, torch.device("cuda")) < 0) is fast
-    assert _triton_sums.folds(2048, 1, torch.device("cpu")) == 4
+    assert triton_sums.fast_in_float64(torch.device("cuda")) is fast
+    assert (triton_sums.folds(2048, 1, torch.device("cuda")) < 0) is fast
+    assert triton_sums.folds(2048, 1, torch.device("cpu")) == 4
 
 
 def matrix(axis: int, groups: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

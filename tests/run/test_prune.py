@@ -209,7 +209,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert not interrupted_run(tmp_path / "again", other)
 
     # Less of the device is free now.
-    monkeypatch.setattr(run_memory, "_with_memory", partial(_lean, run_memory._with_memory))
+    monkeypatch.setattr(run_memory, "set_memory", partial(_lean, run_memory.set_memory))
     resumed = prune(model_folder, settings, out=tmp_path / "again", resume=True)
     assert [s["action"] for s in resumed.stages] == ["regularise", "recover"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("straight", "again")]

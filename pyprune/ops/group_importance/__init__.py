@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from pyprune.errors import did_you_mean
-from pyprune.ops._dispatch import (
+from pyprune.ops.dispatch import (
     KERNEL_DTYPES,
     OpError,
     as_matrix,
@@ -18,8 +18,8 @@ from pyprune.ops._dispatch import (
     round_scalar,
     run_cpp,
 )
-from pyprune.ops._index_set import as_rows
 from pyprune.ops.group_importance.reference import aggregate, member_scores
+from pyprune.ops.index_set import as_rows
 
 OP = "group_importance"
 Aggregation = Literal["sum", "mean", "max", "prod"]

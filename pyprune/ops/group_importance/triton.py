@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, load_weights, zero_sums
-from pyprune.ops._triton_sums import add_products, folds, total
+from pyprune.ops.triton_launch import launch, load_float32, load_weights, zero_sums
+from pyprune.ops.triton_sums import add_products, folds, total
 
 GROUPS = {True: 1, False: 64}
 STEP = {True: 2048, False: 32}

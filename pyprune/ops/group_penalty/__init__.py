@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from pyprune.ops._dispatch import (
+from pyprune.ops.dispatch import (
     Backend,
     OpError,
     axis_obstacle,
@@ -19,9 +19,9 @@ from pyprune.ops._dispatch import (
     round_scalar,
     run_cpp,
 )
-from pyprune.ops._index_set import Selection, as_rows, select, write_back
 from pyprune.ops.group_penalty import reference as plain
 from pyprune.ops.group_penalty.reference import group_penalty as reference
+from pyprune.ops.index_set import Selection, as_rows, select, write_back
 
 OP = "group_penalty"
 

@@ -1,6 +1,6 @@
 """Triton kernels of the group penalty. ``reference.py`` is the definition.
 
-Sums are as accurate as the definition's in float64 (``_triton_sums.py``). A row is one program's, which reads it again
+Sums are as accurate as the definition's in float64 (``triton_sums.py``). A row is one program's, which reads it again
 for the gradient while it is in the cache; columns are summed by many programs a column, and the gradient is a second
 kernel.
 """
@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import (
+from pyprune.ops.group_penalty.reference import slope_scales
+from pyprune.ops.triton_launch import (
     broadcast_groups,
     group_sizes,
     group_tile,
@@ -21,8 +22,7 @@ from pyprune.ops._triton import (
     to_storage,
     zero_sums,
 )
-from pyprune.ops._triton_sums import add_magnitudes, add_squares, folds, total
-from pyprune.ops.group_penalty.reference import slope_scales
+from pyprune.ops.triton_sums import add_magnitudes, add_squares, folds, total
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 COLUMN_STEPS = 8

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pyprune.ops._dispatch import axis_obstacle, backend_for, check_threshold, round_scalar, run_cpp
-from pyprune.ops._index_set import as_rows, select, write_back
+from pyprune.ops.dispatch import axis_obstacle, backend_for, check_threshold, round_scalar, run_cpp
 from pyprune.ops.group_soft_threshold.reference import group_soft_threshold as reference
+from pyprune.ops.index_set import as_rows, select, write_back
 
 OP = "group_soft_threshold"
 

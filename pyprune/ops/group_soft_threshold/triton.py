@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import (
+from pyprune.ops.group_penalty.triton import group_sums
+from pyprune.ops.triton_launch import (
     broadcast_groups,
     group_sizes,
     group_tile,
@@ -17,8 +18,7 @@ from pyprune.ops._triton import (
     to_storage,
     zero_sums,
 )
-from pyprune.ops._triton_sums import add_squares, folds, total
-from pyprune.ops.group_penalty.triton import group_sums
+from pyprune.ops.triton_sums import add_squares, folds, total
 
 
 @triton.jit

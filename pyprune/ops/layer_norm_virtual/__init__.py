@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pyprune.ops._dispatch import Backend, OpError, backend_for, check_dtype, run_cpp
+from pyprune.ops.dispatch import Backend, OpError, backend_for, check_dtype, run_cpp
 from pyprune.ops.layer_norm_virtual import reference as plain
 from pyprune.ops.layer_norm_virtual.reference import layer_norm_virtual as reference
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, to_storage
+from pyprune.ops.triton_launch import launch, load_float32, to_storage
 
 BLOCK = 2048
 COLUMNS = 64

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pyprune.ops._dispatch import (
+from pyprune.ops.dispatch import (
     OpError,
     as_matrix,
     axis_obstacle,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import (
+from pyprune.ops.triton_launch import (
     column_grid,
     column_tile,
     launch,
@@ -23,7 +23,7 @@ from pyprune.ops._triton import (
     to_storage,
     zero_sums,
 )
-from pyprune.ops._triton_sums import add_squares, folds, total
+from pyprune.ops.triton_sums import add_squares, folds, total
 
 ROW_BLOCK = 2048
 

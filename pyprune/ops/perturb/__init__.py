@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyprune.ops._dispatch import (
+from pyprune.ops.dispatch import (
     OpError,
     backend_for,
     check_alike,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pyprune.ops._philox import MASK, philox
+from pyprune.ops.philox import MASK, philox
 
 CHUNK = 64
 """Normals are numbered in chunks of 16 Philox counters with 4 words each."""

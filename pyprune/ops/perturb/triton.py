@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, to_storage
 from pyprune.ops.perturb.reference import CHUNK
+from pyprune.ops.triton_launch import launch, load_float32, to_storage
 
 COUNTERS = 256
 

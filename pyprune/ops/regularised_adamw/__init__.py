@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from pyprune.ops._dispatch import (
+from pyprune.ops.dispatch import (
     Backend,
     OpError,
     as_matrix,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pyprune.ops._philox import MASK, philox
+from pyprune.ops.philox import MASK, philox
 
 BLOCK = 128
 LANES = 16

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyprune.ops._dispatch import round_scalar
+from pyprune.ops.dispatch import round_scalar
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.regularised_adamw.philox import BLOCK, random16
 from pyprune.ops.rounding import round_stochastically

@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, to_storage, upper_half
 from pyprune.ops.group_penalty.reference import slope_scales
 from pyprune.ops.group_penalty.triton import group_sums
 from pyprune.ops.regularised_adamw.reference import (
@@ -29,6 +28,7 @@ from pyprune.ops.regularised_adamw.reference import (
     Randomness,
     Scalars,
 )
+from pyprune.ops.triton_launch import launch, load_float32, to_storage, upper_half
 
 BLOCKS = 8
 KINDS = {"l1": 1, "l2": 2}
@@ -313,12 +313,12 @@ def _update_alike(steps: Sequence[Step], stochastic: bool) -> None:
     device = like.matrix.device
     # Work on another stream must not use a table before it is there.
     queue = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    owners = _owners(tuple(step.programs for step in steps), device, queue)
+    owners = program_owners(tuple(step.programs for step in steps), device, queue)
     first, rows = 0, []
     for step, factors in zip(steps, coefficients, strict=True):
         rows.append(_row_of(step, factors, first))
         first += step.programs
-    table = _table(tuple(rows), device, queue)
+    table = kernel_table(tuple(rows), device, queue)
     scales = _scales(tuple(step.scalars.gradient_scale for step in steps), device, queue)
     launch(
         _update_many, (first,),
@@ -336,13 +336,13 @@ def _row_of(step: Step, coefficients: torch.Tensor, first: int) -> tuple[int, ..
 # Every step has the same lists: cached, they are copied to the device once. A table holds addresses, not tensors, and
 # stays valid for whatever is stored there. ``queue`` only tells entries apart.
 @lru_cache(maxsize=8)
-def _owners(programs: tuple[int, ...], device: torch.device, queue: int) -> torch.Tensor:
+def program_owners(programs: tuple[int, ...], device: torch.device, queue: int) -> torch.Tensor:
     counts = torch.tensor(programs)
     return torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
 
 
 @lru_cache(maxsize=64)
-def _table(rows: tuple[tuple[int, ...], ...], device: torch.device, queue: int) -> torch.Tensor:
+def kernel_table(rows: tuple[tuple[int, ...], ...], device: torch.device, queue: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 

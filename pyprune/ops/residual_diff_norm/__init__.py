@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pyprune.ops._dispatch import Backend, OpError, backend_for, check_dtype, check_kind, run_cpp
+from pyprune.ops.dispatch import Backend, OpError, backend_for, check_dtype, check_kind, run_cpp
 from pyprune.ops.residual_diff_norm import reference as plain
 from pyprune.ops.residual_diff_norm.reference import residual_diff_norm as reference
 

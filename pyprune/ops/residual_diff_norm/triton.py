@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pyprune.ops._triton import launch, load_float32, to_storage, zero_sums
-from pyprune.ops._triton_sums import add_magnitudes, add_squares, folds, total
+from pyprune.ops.triton_launch import launch, load_float32, to_storage, zero_sums
+from pyprune.ops.triton_sums import add_magnitudes, add_squares, folds, total
 
 BLOCK = 2048
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyprune.ops._dispatch import KERNEL_DTYPES, OpError, backend_for, check_index, round_scalar, run_cpp
+from pyprune.ops.dispatch import KERNEL_DTYPES, OpError, backend_for, check_index, round_scalar, run_cpp
 from pyprune.ops.slice_gather.reference import slice_gather as reference
 
 OP = "slice_gather"

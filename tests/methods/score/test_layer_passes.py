@@ -19,7 +19,6 @@ from pyprune.families import named_axes
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod
-from pyprune.methods.score import _layer_passes as layer_passes
 from pyprune.methods.score._layer_passes import LayerPasses
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.obs import ObsOptions
@@ -154,7 +153,7 @@ def test_few_kept_streams_give_the_same_bits(which: str, tmp_path: Path, monkeyp
     reads: dict[int, list[int]] = {}
     for kept in (1, 2, 4):
         with monkeypatch.context() as patch:
-            patch.setattr(layer_passes, "KEPT_BYTES", kept * STREAM)
+            patch.setattr("pyprune.methods.score._layer_passes.KEPT_BYTES", kept * STREAM)
             seen = counted(patch)
             memory, disk = both(stored, config_of(which, batch_size=2))
         assert_same_bits(memory, disk)

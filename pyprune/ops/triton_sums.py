@@ -8,7 +8,7 @@ it is cheap or rare: for the last few lanes of a program, one sum a program, and
 hold (next to its limits, NaN and infinities).
 
 A tile is two-dimensional; ``AXIS`` is the dimension along which it is summed. Which of the two a sum is follows from
-the dtype of its first part (:func:`pyprune.ops._triton.zero_sums`).
+the dtype of its first part (:func:`pyprune.ops.triton_launch.zero_sums`).
 """
 
 from __future__ import annotations

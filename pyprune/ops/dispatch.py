@@ -46,11 +46,11 @@ class BackendError(PypruneError, RuntimeError):
 
 def extension() -> ModuleType | None:
     """Return the compiled module ``pyprune._C``; None if it is not installed or cannot be loaded."""
-    return _load_extension()[0]
+    return load_extension()[0]
 
 
 @cache
-def _load_extension() -> tuple[ModuleType | None, str]:
+def load_extension() -> tuple[ModuleType | None, str]:
     """Return the compiled module, or None and the reason."""
     try:
         return importlib.import_module("pyprune._C"), ""
@@ -127,7 +127,7 @@ def choose(op: str, checks: Mapping[Backend, Check]) -> Backend:
         if backend == "triton" and reason is None and uses_interpreter():
             reason = f"its interpreter is for tests and runs only with {ENVIRONMENT_VARIABLE}=triton"
         if reason is None:
-            _log_once(op, backend, "; ".join(refusals))
+            log_once(op, backend, "; ".join(refusals))
             return backend
         refusals.append(f"not {backend}: {reason}")
     raise AssertionError("the python backend always runs")
@@ -156,12 +156,13 @@ def backend_for(op: str, *tensors: torch.Tensor, obstacle: str | None = None) ->
 
 
 @cache
-def _log_once(op: str, backend: Backend, refusals: str) -> None:
+def log_once(op: str, backend: Backend, refusals: str) -> None:
+    """Log the backend of an op and why the others were refused, each combination once."""
     logger.info("%s runs on %s (%s)", op, backend, refusals or "first choice")
 
 
 def _extension_obstacle() -> str:
-    return _load_extension()[1] or NOT_BUILT
+    return load_extension()[1] or NOT_BUILT
 
 
 def cpp_obstacle(*tensors: torch.Tensor) -> str | None:

@@ -158,8 +158,8 @@ def broadcast_groups(values, BY_ROW: tl.constexpr):
 
 @triton.jit
 def zero_sums(BY_ROW: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr, FOLDS: tl.constexpr):
-    """Return three zero parts of sums over the tiles of :func:`group_tile`, for ``_triton_sums.py``."""
-    DTYPE: tl.constexpr = tl.float64 if FOLDS < 0 else tl.float32  # as _triton_sums.FLOAT64 asks
+    """Return three zero parts of sums over the tiles of :func:`group_tile`, for ``triton_sums.py``."""
+    DTYPE: tl.constexpr = tl.float64 if FOLDS < 0 else tl.float32  # as triton_sums.FLOAT64 asks
     if BY_ROW:
         zeros = tl.zeros((GROUPS, STEP), dtype=DTYPE)
     else:

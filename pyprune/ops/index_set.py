@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pyprune.ops._dispatch import as_matrix, check_axis, check_dtype, check_index, round_scalar
+from pyprune.ops.dispatch import as_matrix, check_axis, check_dtype, check_index, round_scalar
 
 
 @dataclass(frozen=True)
