@@ -59,7 +59,7 @@ faults: setup
 fuzz: setup
 	PYPRUNE_HYPOTHESIS=fuzz $(PYTEST) -m "fuzz or hypothesis" --timeout 1800 $(TEST_ARGS)
 
-# A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ beside it, because
+# A shared library with AddressSanitizer needs its runtime in the process first, and libstdc++ next to it, because
 # exceptions are intercepted. Leaks are not looked for: Python and torch never free all that they hold. Every tensor is
 # its own block on the heap, so that a kernel that reaches one element beyond it ends the run. Other build types are
 # stripped of the names that its stack is made of.

@@ -41,7 +41,7 @@ def main() -> int:
 
 
 class Failure(Exception):
-    """What an installed wheel does not do."""
+    """An installed wheel does not work as it should."""
 
 
 def came_from_the_wheel(pure: bool) -> str:

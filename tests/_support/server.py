@@ -1,4 +1,4 @@
-"""The real server as a separate process on loopback: started, asked over HTTP, stopped, and nothing left behind."""
+"""The real server as a separate process on loopback: started, asked over HTTP and stopped, with no process left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
         model: the name that requests give, which is the folder.
         log: file for everything that the server prints.
         environment: added to the engine's usual variables.
-        options: vLLM's options behind the command.
+        options: vLLM's options after the command.
     """
 
     def __init__(

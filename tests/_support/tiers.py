@@ -20,7 +20,7 @@ from tests._support.models import TINY
 
 KINDS = ("llama", "qwen3", "opt", "phi", "gemma3", "phi3")
 """One tiny model for each kind of layer: plain, with normed heads, with learned positions and biases, with both blocks
-side by side, with a norm behind each block, and with fused projections."""
+side by side, with a norm after each block, and with fused projections."""
 
 TESTS = Path(__file__).parents[1]
 SECOND_FOLDERS = ("bench", "examples", "wheels")

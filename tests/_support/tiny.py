@@ -147,7 +147,7 @@ def shareable(plan: PrunePlan) -> PrunePlan:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, without merges, behind <s> and </s>: 258 in all."""
+    """A token for each byte, without merges, after <s> and </s>: 258 in all."""
     words = {word: index for index, word in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     core = Tokenizer(BPE(vocab=words, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
