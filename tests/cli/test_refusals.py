@@ -273,7 +273,7 @@ def test_a_training_that_would_fail_again_is_not_to_be_resumed(
     """Values that are not finite are the same again; a full disk can be emptied."""
     training = ["--set", "recover.train.steps=5", "--set", "recover.train.checkpoint_interval=1"]
     given = tiny_elder(checkpoint, text, *training, "--out", tmp_path / "out")
-    # Weights that a step makes NaN are noticed in the next one.
+    # Weights that a step makes too large are noticed in the next one.
     number, error = (3, OSError(28, "No space left on device")) if finite else (2, None)
     with failing_step(number, error, steps=5):
         said = " ".join(refused(*given).split())
