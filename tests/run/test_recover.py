@@ -445,7 +445,7 @@ def test_the_command_line_keeps_the_adapters_for_the_checkpoint_that_was_given(
     for more in ([], ["--overwrite"]):
         result = run(*base, "--out", out, "--keep-adapter", *more)
         assert result.exit_code == 0, result.output
-        assert f"{adapter}; they belong on {pruned}" in result.stdout
+        assert f"{adapter}; load them on top of {pruned}" in result.stdout
     files = {path.name for path in adapter.iterdir()}
     assert files == {"adapter_config.json", ADAPTER_WEIGHTS}
     assert {f"{ADAPTER}/{name}" for name in files} <= read_pruning_json(out, verify_files=True).files.keys()
