@@ -160,8 +160,6 @@ class ModelSource:
                 return read_gguf_config(self.name, self.gguf_file, {**self.options, "gguf_file": self.gguf_file})
             if is_folder(self.name):
                 read_config(Path(self.name))
-            elif self.name.count("/") != 1 or self.name.startswith("~"):
-                raise CheckpointError(f"{self.name!r} is neither a folder nor a hub id of the form owner/name.")
             return cast(PretrainedConfig, load_config(self.name, **self.options))
 
     @cached_property

@@ -7,6 +7,7 @@ probe is made from the dense model's configuration and the plan's target archite
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.checkpoint.load import ModelSource
-from pyprune.errors import UnsupportedModelError
+from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.fit.choices import Obstacle
 from pyprune.fit.profile import DENSE
@@ -140,9 +141,12 @@ def dense_config(model: str | Path | ModelSource) -> PretrainedConfig:
         CheckpointError: it is missing or damaged.
         UnsupportedModelError: an unknown family, or a model that was cut to unequal sizes.
     """
-    config = ModelSource.of(model).config
-    family_for(config)
-    return config
+    source = ModelSource.of(model)
+    is_hub_id = source.name.count("/") == 1 and not source.name.startswith((".", "/", "~"))
+    if source.gguf_file is None and not is_hub_id and not os.path.isdir(source.name):
+        raise CheckpointError(f"{source.name!r} is neither a folder nor a hub id of the form owner/name.")
+    family_for(source.config)
+    return source.config
 
 
 def write_probe(config: PretrainedConfig, plan: PrunePlan, folder: Path, dtype: str, tokenizer: Any = None) -> Path:
