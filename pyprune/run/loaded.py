@@ -95,9 +95,15 @@ class LoadedRun:
         if config.recover.distill:
             place = "cpu" if division.on_host else config.device
             teacher = partial(load_teacher, source, config, device=place, dtype=dtype)
-        self._stages = Stages(self.model, text, config, work, teacher, division)
+        files: StoredModel | None = None
         if division.on_host and source.streaming_obstacle() is None:
-            self._stages = _stages_on_host(source, self._stages, work)
+            device = resolve_device(config.device)
+            files = source.open_stored(dtype=config.dtype, device=device, scratch=work.path / SOLVED)
+        stored = None if decision_obstacle(config) else files
+        parts = (self.model, text, config, work, teacher, division, stored)
+        # A training before the cut changes the weights, which are then no longer those of the files.
+        by_files = files is not None and not config.stages.before
+        self._stages = HostStages(*parts, files=cast(StoredModel, files)) if by_files else Stages(*parts)
 
     def execute(self) -> PruneResult:
         """Run all stages."""
@@ -116,17 +122,6 @@ class LoadedRun:
             dtype=self._config.export_dtype or self._source.dtype,
             trained=bool(result.stages),
         )
-
-
-def _stages_on_host(source: ModelSource, stages: Stages, work: RunFolder) -> Stages:
-    """Return the same stages, with the decision and the cut computed from the files of the model where they can be."""
-    config = stages.config
-    device = resolve_device(config.device)
-    files = source.open_stored(dtype=config.dtype, device=device, scratch=work.path / SOLVED)
-    stored = None if decision_obstacle(config) else files
-    trained = bool(config.stages.before)  # the weights are no longer those of the files when they are cut
-    parts = (stages.model, stages.text, config, work, stages.teacher, stages.division, stored)
-    return Stages(*parts) if trained else HostStages(*parts, files=files)
 
 
 def load_divided(source: ModelSource, config: PruneConfig, division: Division) -> tuple[PreTrainedModel, Any]:
