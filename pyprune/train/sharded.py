@@ -32,18 +32,17 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig, largest_divisor
 from pyprune.data.tokens import Batch
-from pyprune.errors import CheckpointError, ConfigError, TrainingError
+from pyprune.errors import ConfigError, TrainingError
 from pyprune.families import decoder_layers, named_axes
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division, summed_
 from pyprune.runtime.shapes import shape_only
-from pyprune.train.blocks import Place
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.optimizer import norms_of
 from pyprune.train.shards import is_blocks
 from pyprune.train.shared_state import load_shared, save_shared
-from pyprune.train.state import Check, TrainState, load_state, read_whole, save_state
+from pyprune.train.state import Check, TrainState, load_state, save_state
 
 _LOSS = "pyprune_loss"
 
@@ -62,25 +61,10 @@ class Whole:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._trained: list[nn.Parameter] = []
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """Return the optimizer's groups: of each parameter the part that this process holds."""
-        self._trained = [p for group in groups for p in group.parameters.values()]
         return groups
-
-    def place(self, position: int) -> Place:
-        """Return the part of the optimizer's parameter at a position that this process holds.
-
-        Raises:
-            CheckpointError: there is no such parameter (in the state of another training).
-        """
-        if position >= len(self._trained):
-            raise CheckpointError(
-                f"The state has moments of parameter number {position}, but {len(self._trained)} are trained: it is of "
-                "another training. Use the same settings, or another checkpoint folder."
-            )
-        return Place.whole(self._trained[position].shape)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
         """Yield this process's micro batches of a batch, and whether each counts: all processes must run as many."""
@@ -116,7 +100,7 @@ class Whole:
 
     def load(self, path: Path, check: Check | None = None) -> TrainState:
         """Read a state, tensors as this process's parts; ``check`` is called on its plain data before."""
-        return load_state(path, lambda folder: read_whole(folder, self.place), check)
+        return load_state(path, check=check)
 
     def checkpoint_interval(self, config: TrainConfig) -> int | None:
         """Steps between two checkpoints; None = only at the end."""
@@ -184,19 +168,11 @@ class Sharded(Whole):
 
     def groups(self, groups: list[ParameterGroup]) -> list[ParameterGroup]:
         """Return the groups with parts of the model's parameters; others are whole in every process."""
-        made = super().groups([replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups])
-        self._order = [self._names.get(id(p)) for p in self._trained]
-        self._others = [p for p in self._trained if id(p) not in self._names]
+        made = [replace(g, parameters={n: part_of(p) for n, p in g.parameters.items()}) for g in groups]
+        trained = [p for group in made for p in group.parameters.values()]
+        self._order = [self._names.get(id(p)) for p in trained]
+        self._others = [p for p in trained if id(p) not in self._names]
         return made
-
-    def place(self, position: int) -> Place:
-        """Return the part of a parameter that this process holds; parameters outside the model are whole."""
-        place = super().place(position)
-        name = self._order[position]
-        if name is None:
-            return place
-        whole = self.divided[name]
-        return Place.piece(whole.shape, whole.placements[0].dim, self.rank, self.processes)
 
     def shares(self, batch: Batch, config: TrainConfig) -> Iterator[tuple[Batch, bool]]:
         """Yield the rows of this process. If it has fewer than another, it runs a row again, which does not count."""
@@ -300,7 +276,7 @@ class Sharded(Whole):
 
     def load(self, path: Path, check: Check | None = None) -> TrainState:
         """Read a state that any number of processes wrote."""
-        return load_shared(path, self._empty, self._part_of_whole, self.place, check)
+        return load_shared(path, self._empty, self._part_of_whole, check)
 
     def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
         """Make the tensor to read an entry into: for the part of a parameter in this process, or for a whole entry."""

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from pyprune.errors import shown
 from pyprune.runtime import processes
-from pyprune.train.blocks import Places, recut_whole
 from pyprune.train.shards import (
-    OPTIMIZER,
     SHARDS,
     Empty,
     Tensors,
     is_blocks,
     read_shards,
+    refuse_blocks,
     silence_torch,
     stored_name,
 )
@@ -62,7 +61,6 @@ def load_shared(
     path: Path,
     empty: Empty,
     part: Callable[[str, str, Tensor], Tensor],
-    places: Places,
     check: Check | None = None,
 ) -> TrainState:
     """Read a checkpoint; every process gets its parts.
@@ -71,23 +69,18 @@ def load_shared(
         path: of the checkpoint, written by one process or by any number.
         empty: makes the tensor that an entry is read into, from shards.
         part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
-        places: the parts of the optimizer's parameters that this process holds, to encode moments in 8 bits of another
-            number of processes again.
         check: see :func:`pyprune.train.state.load_state`.
 
     Raises:
-        CheckpointError: it is damaged, or of another training.
+        CheckpointError: it is damaged, of another training, or of a lean one in another number of processes.
     """
 
     def read(folder: Path) -> Tensors:
         if (folder / SHARDS).is_dir():
-            return read_shards(folder / SHARDS, empty, places)
+            return read_shards(folder / SHARDS, empty)
         whole = read_whole(folder)
-        parts = {
-            group: {key: part(group, key, t) for key, t in entries.items() if not is_blocks(f"{group}/{key}")}
-            for group, entries in whole.items()
-        }
-        parts.get(OPTIMIZER, {}).update(recut_whole(whole.get(OPTIMIZER, {}), places))
-        return parts
+        if any(is_blocks(f"{group}/{key}") for group, entries in whole.items() for key in entries):
+            refuse_blocks(folder, 1)
+        return {group: {key: part(group, key, t) for key, t in entries.items()} for group, entries in whole.items()}
 
     return load_state(path, read, check)

@@ -26,7 +26,6 @@ from pyprune.runtime.disk import reason, sync
 from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
-from pyprune.train.blocks import Places
 from pyprune.train.shards import SHARDS, Tensors, read_shards
 
 CHECKPOINT_VERSION = 1
@@ -151,18 +150,14 @@ def load_state(
     return TrainState(step, meta, tensors)
 
 
-def read_whole(folder: Path, places: Places | None = None) -> Tensors:
+def read_whole(folder: Path) -> Tensors:
     """Read the whole tensors of a checkpoint that any number of processes wrote.
 
-    Args:
-        folder: of the checkpoint.
-        places: the optimizer's parameters, for moments in 8 bits that several processes wrote.
-
     Raises:
-        CheckpointError: it holds such moments while ``places`` is None.
+        CheckpointError: it holds moments in 8 bits of several processes.
     """
     if (folder / SHARDS).is_dir():
-        return read_shards(folder / SHARDS, places=places)
+        return read_shards(folder / SHARDS)
     return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
 
 

@@ -28,7 +28,6 @@ from pyprune.methods.regularise.dress.training import DressObjective
 from pyprune.methods.regularise.elder import ElderOptions, GateConfig
 from pyprune.methods.regularise.elder.gates import GateReport, learn_layer_gates
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.ops.regularised_adamw import decode_moment
 from pyprune.runtime import processes
 from pyprune.runtime.processes import Division
 from pyprune.runtime.shapes import to_shapes_
@@ -64,22 +63,6 @@ class _Stop(Objective):
             raise KeyboardInterrupt
 
 
-class _Moments(Objective):
-    """Notes the norms of both moments after step 5, the first of a run that goes on."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def after_optimizer_step(self, model: Any, optimizer: Any, step: int, learning_rate: float) -> None:
-        if step == 5:
-            self.norms = [self._norm(optimizer, kind) for kind in ("exp_avg", "exp_avg_sq")]
-
-    def _norm(self, optimizer: Any, kind: str) -> float:
-        states = optimizer.state.values()
-        parts = [decode_moment(s[f"{kind}_codes"], s[f"{kind}_scale"], signed=kind == "exp_avg") for s in states]
-        return float(processes.summed_(sum(p.double().square().sum() for p in parts))) ** 0.5
-
-
 def _model() -> Any:
     model = tiny_model("llama")
     how = processes.division()
@@ -94,10 +77,8 @@ def _trained(config: TrainConfig, objective: Objective | None = None, **options:
 
 
 def _lean(resumed_from: Path | None = None) -> Any:
-    objective = _Moments()
     go_on = {} if resumed_from is None else {"checkpoint_dir": resumed_from, "resume": True}
-    model, report = _trained(replace(LEAN, checkpoint_interval=2), objective, **go_on)
-    return model, {**report.to_dict(), "moments": objective.norms}
+    return _trained(replace(LEAN, checkpoint_interval=2), **go_on)
 
 
 def _compiled() -> Any:
@@ -184,7 +165,6 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "resumed": lambda out: _resumed(out / "states"),
     "lean-interrupted": lambda out: _interrupted(LEAN, out / "lean-states"),
     "lean-resumed": lambda out: _lean(out / "lean-states"),
-    "lean-divided-resumed": lambda out: _lean(out / "lean-whole-states"),
 }
 
 

@@ -321,7 +321,7 @@ def test_resuming_another_run_names_what_differs_before_tensors_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_model(), samples(), CONFIG, checkpoint_dir=tmp_path)
-    monkeypatch.setattr("pyprune.train.sharded.read_whole", lambda *_: pytest.fail("tensors were read"))
+    monkeypatch.setattr("pyprune.train.state.read_whole", lambda *_: pytest.fail("tensors were read"))
     other = replace(CONFIG, learning_rate=2e-3)
     with pytest.raises(CheckpointError, match="learning_rate"):
         train(tiny_model(), samples(), other, checkpoint_dir=tmp_path, resume=True)
