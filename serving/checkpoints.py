@@ -299,8 +299,7 @@ def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
     """
     if checkpoint.config.get("per_layer_config") and not checkpoint.architecture.startswith("Pruned"):
         raise CheckpointError(
-            f"{source} has sizes per layer that no stock architecture reads. Write it with `pyprune export` first, "
-            "which makes it one that pyprune's architectures hold."
+            f"{source} has sizes per layer that no stock architecture reads; pyprune did not write it so."
         )
 
 

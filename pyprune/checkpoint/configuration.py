@@ -28,7 +28,7 @@ from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
 from pyprune.families import all_families, dense_family, parameter_shapes
-from pyprune.modeling.configuration import config_with_sizes_per_layer, has_sizes_per_layer
+from pyprune.modeling.configuration import PRUNED_CONFIGS
 
 GENERATION = "generation_config.json"
 QUANTISED_PER_ELEMENT = 8
@@ -137,19 +137,23 @@ def read_gguf_config(source: str, gguf_file: str, options: Mapping[str, Any]) ->
 
 
 def load_config(source: str, **options: Any) -> Any:
-    """Load the configuration of a folder or hub id; with ``per_layer_config``, that of the pruned architecture.
+    """Load the configuration of a folder or hub id.
 
     Args:
         source: folder or hub id.
         options: revision and trust_remote_code.
 
     Raises:
-        ValueError: config.json holds a value of the wrong kind, or sizes per layer that the architecture lacks.
+        ValueError: config.json holds a value of the wrong kind.
+        CheckpointError: it gives a stock architecture sizes per layer, as pyprune does not.
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
-        if has_sizes_per_layer(values):
-            return config_with_sizes_per_layer(values)
+        if values.get("per_layer_config") and values.get("model_type") in PRUNED_CONFIGS:
+            raise CheckpointError(
+                f"{label(source)} has a per_layer_config that no stock architecture reads, and Transformers builds no "
+                "model of it. pyprune reads sizes per layer in checkpoints that it wrote itself."
+            )
         return AutoConfig.from_pretrained(source, **options)
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.

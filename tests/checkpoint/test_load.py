@@ -376,10 +376,13 @@ def test_impossible_sizes_in_a_config_are_refused(written: tuple[Path, torch.Ten
     out = written[0]
     (out / "pruning.json").unlink()
     config = json.loads((out / "config.json").read_text())
-    config["per_layer_config"] = {"0": {"num_attention_heads": 3}}
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="3 query heads do not divide into 2 KV heads"):
-        load_model(out)
+    for sizes, said in (
+        ({"num_attention_heads": 3}, "3 query heads do not divide into 2 KV heads"),
+        ({"skip": ["head"]}, r"layer 0: skip names \['head'\]; allowed: attention, mlp"),
+    ):
+        (out / "config.json").write_text(json.dumps(config | {"per_layer_config": {"0": sizes}}))
+        with pytest.raises(CheckpointError, match=said):
+            load_model(out)
 
 
 @pytest.mark.parametrize("value", [[], 3, {"0": {"skip": "attention"}}], ids=str)
