@@ -9,8 +9,10 @@ those of :mod:`pyprune.serving.vllm.supervise`.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,11 +39,16 @@ REVISIONS = {"revision": "model", "teacher_revision": "teacher", "dense_revision
 """Parameters of commands that name a revision on the hub -> the parameter that names the model."""
 CONTINUED = ("robustness",)
 """Commands that continue from the rows in their output."""
+_ENTRY = re.compile(r"^    (\w+)(?: \(([^)]*)\))?: (.+(?:\n {8}.+)*)", re.MULTILINE)
 P = ParamSpec("P")
 
 
 def guard(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn an error or interruption of a command into one message and an exit code."""
+    """Turn an error or interruption of a command into one message and an exit code, and declare its options.
+
+    Positional parameters are arguments, others are options. A parameter in the docstring's section Args, as
+    ``name (METAVAR): help``, has its help and the name of its value from there; any other is declared by its type.
+    """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -62,7 +69,21 @@ def guard(command: Callable[P, None]) -> Callable[P, None]:
                 code = _explain(command.__name__, error, kwargs, interrupted=interruption.came, new=new)
                 raise typer.Exit(code) from error
 
+    run.__doc__, _, section = inspect.getdoc(command).partition("\n\nArgs:\n")  # type: ignore[union-attr]
+    entries = {name: (metavar or None, " ".join(text.split())) for name, metavar, text in _ENTRY.findall(section)}
+    signature = inspect.signature(command, eval_str=True)
+    declared = [_declare(p, *entries[p.name]) if p.name in entries else p for p in signature.parameters.values()]
+    setattr(run, "__signature__", signature.replace(parameters=declared))  # noqa: B010 - mypy: a function has none
     return run
+
+
+def _declare(parameter: inspect.Parameter, metavar: str | None, text: str) -> inspect.Parameter:
+    """Declare a parameter to typer."""
+    default = ... if parameter.default is parameter.empty else parameter.default
+    if parameter.kind is not parameter.KEYWORD_ONLY:
+        return parameter.replace(default=typer.Argument(default, metavar=metavar, help=text))
+    flag = [f"--{parameter.name.replace('_', '-')}"] if parameter.annotation is bool else []
+    return parameter.replace(default=typer.Option(default, *flag, metavar=metavar, help=text))
 
 
 def say_what_is_loaded(model: str) -> None:

@@ -8,9 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from pyprune.cli.base import (
     Annotate,
@@ -66,114 +64,34 @@ def model_perplexity(
 
 @guard
 def bench(
-    pruned: Annotated[
-        list[str],
-        typer.Argument(metavar="PRUNED...", help="Pruned checkpoint folders; with llamacpp also GGUF files."),
-    ],
-    against: Annotated[
-        str,
-        typer.Option(
-            metavar="DENSE", help="Checkpoint folder or hub id (llamacpp: or GGUF file) to compare with, the baseline."
-        ),
-    ],
-    engine: Annotated[
-        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
-    ] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Prompts generated at once (token generation).")] = BATCH_SIZE,
-    new_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.")] = 128,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Length in tokens of the one prompt (prompt processing); with --serving, of every prompt, and N,N "
-            "measures every load with each of them. "
-            f"(default: 2048, or as many as the models read; with --serving: {SERVED_PROMPT_TOKENS})",
-            show_default=False,
-        ),
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed turns of each model and column, after a warm-up; the least.")] = 3,
-    precision: Annotated[
-        float,
-        typer.Option(
-            help="Repeat until the 95 % interval of every ratio is at most this share of it (0.02 = 2 %), or report "
-            "that it is wider. 0: exactly --repeats turns."
-        ),
-    ] = 0.02,
-    max_repeats: Annotated[
-        int | None,
-        typer.Option(help="Most turns for --precision. Default: 10, or --repeats if that is more.", show_default=False),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16 or float32: dtype of weights and activations; not with llamacpp.")
-    ] = "bfloat16",
-    quantise: Annotated[
-        str | None,
-        typer.Option(
-            help="GGUF format in which llamacpp runs a folder: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, "
-            "q4_1 or q4_0. Default: q8_0.",
-            show_default=False,
-        ),
-    ] = None,
-    ppl: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file."),
-    ] = None,
-    protocol: Annotated[str, typer.Option(help="Protocol of --ppl: ppl-2048 or ppl-128.")] = PROTOCOL,
+    pruned: list[str],
+    *,
+    against: str,
+    engine: str = "auto",
+    batch_size: int = BATCH_SIZE,
+    new_tokens: int = 128,
+    prompt_tokens: str | None = None,
+    repeats: int = 3,
+    precision: float = 0.02,
+    max_repeats: int | None = None,
+    dtype: str = "bfloat16",
+    quantise: str | None = None,
+    ppl: str | None = None,
+    protocol: str = PROTOCOL,
     split: Split = None,
     field: Field = None,
-    serving: Annotated[
-        bool,
-        typer.Option(
-            "--serving", help="Measure `vllm serve` under load with vLLM's own `vllm bench serve`, every model in turn."
-        ),
-    ] = False,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(metavar="N,N", help="With --serving: numbers of requests in flight. Default: 1,4,16."),
-    ] = None,
-    request_rate: Annotated[
-        str | None,
-        typer.Option(metavar="R,R", help="With --serving, instead of --concurrency: requests per second, at random."),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(
-            help="With --serving: requests of a turn. Default: twice those in flight, or ten seconds of the rate; at "
-            "least 8.",
-            show_default=False,
-        ),
-    ] = None,
-    slo: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIMITS",
-            help="With --serving: limits of ttft, tpot and e2e, such as ttft:500ms,tpot:50ms; goodput is the requests "
-            "per second that keep them.",
-        ),
-    ] = None,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="With --serving: servers do not compile (--enforce-eager).")
-    ] = False,
-    kv_gib: Annotated[
-        float, typer.Option("--kv-gib", help="With --serving: GiB of key-value cache of each server.")
-    ] = KV_GIB,
-    vllm_args: Annotated[
-        str | None,
-        typer.Option(metavar="'OPTIONS'", help="With --serving: further options of `vllm serve`, in one argument."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts and of the order of servers.")] = 0,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Write report.md and report.html into DIR: quality against speed. Needs --ppl."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace --report if pyprune wrote all that it holds. Default: refuse.")
-    ] = False,
-    jsonl: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append every sample to FILE as it is taken (JSON lines).")
-    ] = None,
+    serving: bool = False,
+    concurrency: str | None = None,
+    request_rate: str | None = None,
+    requests: int | None = None,
+    slo: str | None = None,
+    eager: bool = False,
+    kv_gib: float = KV_GIB,
+    vllm_args: str | None = None,
+    seed: int = 0,
+    report: Path | None = None,
+    overwrite: bool = False,
+    jsonl: Path | None = None,
     annotate: Annotate = False,
     json_file: JsonFile = None,
     debug: Debug = False,
@@ -185,6 +103,39 @@ def bench(
     output tokens/s, TTFT, TPOT, ITL and end-to-end times, goodput, load time, memory, and the cache's capacity.
 
     Example: pyprune bench pruned/ --against HuggingFaceTB/SmolLM2-135M --engine vllm --ppl wikitext2
+
+    Args:
+        pruned (PRUNED...): Pruned checkpoint folders; with llamacpp also GGUF files.
+        against (DENSE): Checkpoint folder or hub id (llamacpp: or GGUF file) to compare with, the baseline.
+        engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
+        batch_size: Prompts generated at once (token generation).
+        new_tokens: Tokens generated for each prompt.
+        prompt_tokens (N): Length in tokens of the one prompt (prompt processing); with --serving, of every prompt, and
+            N,N measures every load with each of them. (default: 2048, or as many as the models read; with --serving:
+            512)
+        repeats: Timed turns of each model and column, after a warm-up; the least.
+        precision: Repeat until the 95 % interval of every ratio is at most this share of it (0.02 = 2 %), or report
+            that it is wider. 0: exactly --repeats turns.
+        max_repeats: Most turns for --precision. Default: 10, or --repeats if that is more.
+        dtype: bfloat16, float16 or float32: dtype of weights and activations; not with llamacpp.
+        quantise: GGUF format in which llamacpp runs a folder: f32, f16, bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1
+            or q4_0. Default: q8_0.
+        ppl (SOURCE): Fill the PPL column: wikitext2, ptb, c4, a datasets id, or a text file.
+        protocol: Protocol of --ppl: ppl-2048 or ppl-128.
+        serving: Measure `vllm serve` under load with vLLM's own `vllm bench serve`, every model in turn.
+        concurrency (N,N): With --serving: numbers of requests in flight. Default: 1,4,16.
+        request_rate (R,R): With --serving, instead of --concurrency: requests per second, at random.
+        requests: With --serving: requests of a turn. Default: twice those in flight, or ten seconds of the rate; at
+            least 8.
+        slo (LIMITS): With --serving: limits of ttft, tpot and e2e, such as ttft:500ms,tpot:50ms; goodput is the
+            requests per second that keep them.
+        eager: With --serving: servers do not compile (--enforce-eager).
+        kv_gib: With --serving: GiB of key-value cache of each server.
+        vllm_args ('OPTIONS'): With --serving: further options of `vllm serve`, in one argument.
+        seed: Seed of the random prompts and of the order of servers.
+        report (DIR): Write report.md and report.html into DIR: quality against speed. Needs --ppl.
+        overwrite: Replace --report if pyprune wrote all that it holds. Default: refuse.
+        jsonl (FILE): Append every sample to FILE as it is taken (JSON lines).
     """
     from pyprune.checkpoint.record import check_annotatable
     from pyprune.data.sources import check_source

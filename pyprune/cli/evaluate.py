@@ -34,41 +34,18 @@ PROTOCOL, BATCH_SIZE = "ppl-2048", 8
 
 @guard
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder (pruned or not) or hub id.")],
-    ppl: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to measure perplexity on: wikitext2, ptb, c4, a datasets id, or a .txt/.jsonl(.gz) file. "
-            "Repeatable.",
-        ),
-    ] = None,
-    protocol: Annotated[
-        str,
-        typer.Option(
-            help="ppl-2048 (windows of 2048 tokens, mean of window losses) or ppl-128 (windows of 128 tokens, "
-            "mean over tokens)."
-        ),
-    ] = PROTOCOL,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Use only this many tokens of each text, for a quick look. Default: all.")
-    ] = None,
+    model: str,
+    *,
+    ppl: list[str] | None = None,
+    protocol: str = PROTOCOL,
+    max_tokens: int | None = None,
     split: Split = None,
     field: Field = None,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="lm-eval tasks, comma-separated, e.g. piqa,arc_easy.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Examples of each task, for a quick look. Default: all.")] = None,
+    tasks: str | None = None,
+    limit: int | None = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests of a task in one forward pass.")] = BATCH_SIZE,
-    bos: Annotated[
-        bool | None,
-        typer.Option(
-            "--bos/--no-bos",
-            help="Begin every window and prompt with the bos token, or none. Default: as the model's family expects "
-            "(Gemma: yes).",
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: dtype to compute in.")] = "float32",
+    bos: bool | None = None,
+    dtype: str = "float32",
     device: Device = "auto",
     gguf_file: GgufFile = None,
     revision: Revision = None,
@@ -80,6 +57,19 @@ def evaluate(
     """Measure a model's quality: perplexity by the papers' protocols, and zero-shot tasks through lm-eval.
 
     Example: pyprune eval pruned/ --ppl wikitext2 --tasks piqa,arc_easy
+
+    Args:
+        model (MODEL): Checkpoint folder (pruned or not) or hub id.
+        ppl (SOURCE): Text to measure perplexity on: wikitext2, ptb, c4, a datasets id, or a .txt/.jsonl(.gz) file.
+            Repeatable.
+        protocol: ppl-2048 (windows of 2048 tokens, mean of window losses) or ppl-128 (windows of 128 tokens, mean over
+            tokens).
+        max_tokens: Use only this many tokens of each text, for a quick look. Default: all.
+        tasks (A,B): lm-eval tasks, comma-separated, e.g. piqa,arc_easy.
+        limit: Examples of each task, for a quick look. Default: all.
+        bos: Begin every window and prompt with the bos token, or none. Default: as the model's family expects (Gemma:
+            yes).
+        dtype: float32, bfloat16 or float16: dtype to compute in.
     """
     names = comma_separated(tasks or "")
     if tasks is not None and not names:

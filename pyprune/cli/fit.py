@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from pyprune.cli.base import (
     Debug,
@@ -43,67 +41,22 @@ OF_TIMING = ("rounds", "slack", "spare")
 
 @guard
 def fit(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
-    budget: Annotated[
-        list[str],
-        typer.Option(
-            metavar="LIMIT[,LIMIT]",
-            help="Limits of the model: parameters=100M, memory@4096=120MB, prefill@2048<=900ms, "
-            "tokens_per_second@64x128>=800, time_to_first_token@512<=200ms, speedup>=1.3, throughput_increase>=1.2, or "
-            "a share of the dense model (memory=60%). All limits are kept; with --sweep each --budget is one point.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create: the checkpoint, or the sweep's report.")],
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Profile of this machine (pyprune profile). Default: the one of this model and --weights; it is "
-            "measured first if none exists and a time is limited.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="Engine that will run the model: auto (llamacpp for a GGUF format, else vLLM if installed), vllm, "
-            "transformers or llamacpp."
-        ),
-    ] = "auto",
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Format of the exported weights, which decides memory and widths: bfloat16, float16, float32, "
-            "w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, "
-            "else q8_0 for llamacpp and bfloat16 for other engines.",
-            show_default=False,
-        ),
-    ] = None,
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Devices that share every layer; its widths are multiples of N. Default: 1."),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", help="Text, as in pyprune prune. Default: mixture."),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 160.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
+    model: str,
+    *,
+    budget: list[str],
+    out: Path,
+    profile: str | None = None,
+    engine: str = "auto",
+    weights: str | None = None,
+    tensor_parallel: int | None = None,
+    calibration: str | None = None,
+    samples: int | None = None,
+    sequence_length: int | None = None,
     set_: Settings = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Write the best plan for each --budget, and a table and charts of them.")
-    ] = False,
-    no_recover: Annotated[
-        bool, typer.Option("--no-recover", help="Write the winner reconstructed, without training it.")
-    ] = False,
-    no_timing: Annotated[
-        bool, typer.Option("--no-timing", help="Trust the predicted times, and do not time the written model.")
-    ] = False,
-    cache: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for scores, losses and candidates. Default: DIR.fit next to --out."),
-    ] = None,
+    sweep: bool = False,
+    no_recover: bool = False,
+    no_timing: bool = False,
+    cache: Path | None = None,
     allow_mismatch: Mismatch = False,
     gguf_file: GgufFile = None,
     revision: Revision = None,
@@ -116,6 +69,28 @@ def fit(
     """Find the best model that keeps a budget, and write it: layers, heads and FFN widths are chosen together.
 
     Example: pyprune fit HuggingFaceTB/SmolLM2-135M --budget 'memory=200MB,speedup>=1.3' --out fitted/
+
+    Args:
+        model (MODEL): Checkpoint folder or hub id (owner/name).
+        budget (LIMIT[,LIMIT]): Limits of the model: parameters=100M, memory@4096=120MB, prefill@2048<=900ms,
+            tokens_per_second@64x128>=800, time_to_first_token@512<=200ms, speedup>=1.3, throughput_increase>=1.2, or a
+            share of the dense model (memory=60%). All limits are kept; with --sweep each --budget is one point.
+        out (DIR): Folder to create: the checkpoint, or the sweep's report.
+        profile (NAME|FILE): Profile of this machine (pyprune profile). Default: the one of this model and --weights; it
+            is measured first if none exists and a time is limited.
+        engine: Engine that will run the model: auto (llamacpp for a GGUF format, else vLLM if installed), vllm,
+            transformers or llamacpp.
+        weights (FORMAT): Format of the exported weights, which decides memory and widths: bfloat16, float16, float32,
+            w8a8-int8, w8a16, fp8, w4a16, or a GGUF format (q8_0, q4_0, ...). Default: the profile's, else q8_0 for
+            llamacpp and bfloat16 for other engines.
+        tensor_parallel (N): Devices that share every layer; its widths are multiples of N. Default: 1.
+        calibration (SOURCE): Text, as in pyprune prune. Default: mixture.
+        samples: Sequences to draw from it. Default: 160.
+        sequence_length: Tokens in a sequence. Default: 256.
+        sweep: Write the best plan for each --budget, and a table and charts of them.
+        no_recover: Write the winner reconstructed, without training it.
+        no_timing: Trust the predicted times, and do not time the written model.
+        cache (DIR): Folder for scores, losses and candidates. Default: DIR.fit next to --out.
     """
     say_what_is_loaded(model)
     from pyprune.checkpoint.load import ModelSource

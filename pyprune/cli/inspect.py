@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -24,7 +24,8 @@ MEASURED = ("quality", "speed")
 
 @guard
 def inspect(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    folder: str,
+    *,
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
@@ -33,6 +34,9 @@ def inspect(
     The record of how it was made may be long; --json has all of it.
 
     Example: pyprune inspect pruned/
+
+    Args:
+        folder (DIR): Checkpoint folder.
     """
     from pyprune.checkpoint.record import read_record
     from pyprune.runtime.report import Table
@@ -115,12 +119,16 @@ def _short_facts(facts: Any) -> Rows:
 
 @guard
 def methods(
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, as README has it.")] = False,
+    *,
+    markdown: bool = False,
     debug: Debug = False,
 ) -> None:
     """List every method, also those of other packages, with the units that it removes and its presets.
 
     Example: pyprune methods
+
+    Args:
+        markdown: Print Markdown, as README has it.
     """
     from pyprune.methods.table import methods_table
     from pyprune.runtime.report import markdown_table, print_table

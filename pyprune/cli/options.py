@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from pyprune.cli.base import Debug, JsonFile, guard, output
 from pyprune.errors import ConfigError, did_you_mean
@@ -19,19 +17,19 @@ OTHERS = ("recover", "reconstruct", "fit")
 
 @guard
 def options(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="Method or preset of prune; or recover, reconstruct or fit."),
-    ] = "elder",
-    find: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only options whose name or meaning holds this text.")
-    ] = None,
+    name: str = "elder",
+    *,
+    find: str | None = None,
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
     """List the options for --set and recipes: name, value, allowed values and meaning of each.
 
     Example: pyprune options elder --find gates
+
+    Args:
+        name (NAME): Method or preset of prune; or recover, reconstruct or fit.
+        find (TEXT): Only options whose name or meaning holds this text.
     """
     from pyprune.run.recipe import is_among
     from pyprune.runtime.report import Table

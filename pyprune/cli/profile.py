@@ -30,50 +30,18 @@ Mismatch = Annotated[
 
 @guard
 def profile(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder with config.json or hub id of the dense model.")
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File to write. Default: a file in the user's cache folder, found by name."),
-    ] = None,
-    engine: Annotated[
-        str, typer.Option(help="auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.")
-    ] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="bfloat16, float16 or float32; with llamacpp a format of GGUF files. Default: bfloat16, q8_0.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto (an accelerator if there is one), cpu or cuda.")] = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed turns of each probe and workload, after a warm-up.")] = 3,
-    prefill: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Prompt lengths in tokens, or none. Default: 512,2048, or those that MODEL reads.",
-            show_default=False,
-        ),
-    ] = None,
-    generation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BxN,BxN+P",
-            help="Sequences at a time x new tokens of each, + the tokens of each prompt if prompts are long; "
-            "or none. Default: 64x128,1x128,4x64+1024, or those that MODEL reads.",
-            show_default=False,
-        ),
-    ] = None,
-    probes: Annotated[
-        int | None, typer.Option(help="Most probes in addition to the dense model. Default: all, about a dozen.")
-    ] = None,
-    resident: Annotated[
-        int | None,
-        typer.Option(help="Engines loaded at once, the dense model's among them. Default: as many as fit in memory."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = 0,
+    model: str,
+    *,
+    out: Path | None = None,
+    engine: str = "auto",
+    dtype: str | None = None,
+    device: str = "auto",
+    repeats: int = 3,
+    prefill: str | None = None,
+    generation: str | None = None,
+    probes: int | None = None,
+    resident: int | None = None,
+    seed: int = 0,
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
@@ -83,6 +51,20 @@ def profile(
     shapes) and deleted. `pyprune predict` and `pyprune fit` read the file.
 
     Example: pyprune profile HuggingFaceTB/SmolLM2-135M --engine vllm --out profile.json
+
+    Args:
+        model (MODEL): Folder with config.json or hub id of the dense model.
+        out (FILE): File to write. Default: a file in the user's cache folder, found by name.
+        engine: auto (vLLM if installed, else Transformers), vllm, transformers or llamacpp.
+        dtype: bfloat16, float16 or float32; with llamacpp a format of GGUF files. Default: bfloat16, q8_0.
+        device: auto (an accelerator if there is one), cpu or cuda.
+        repeats: Timed turns of each probe and workload, after a warm-up.
+        prefill (N,N): Prompt lengths in tokens, or none. Default: 512,2048, or those that MODEL reads.
+        generation (BxN,BxN+P): Sequences at a time x new tokens of each, + the tokens of each prompt if prompts are
+            long; or none. Default: 64x128,1x128,4x64+1024, or those that MODEL reads.
+        probes: Most probes in addition to the dense model. Default: all, about a dozen.
+        resident: Engines loaded at once, the dense model's among them. Default: as many as fit in memory.
+        seed: Seed of the random prompts.
     """
     from pyprune.fit.measured import MeasuredCosts
     from pyprune.fit.profile import accelerators, check_stored, stored_as
@@ -120,30 +102,11 @@ def profile(
 
 @guard
 def predict(
-    profile: Annotated[
-        str, typer.Option(metavar="NAME", help="Profile of the dense model: its name, or the path of its file.")
-    ],
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PLAN]",
-            help="Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's. Default: print the "
-            "measurements of the profile.",
-            show_default=False,
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="Formats in which memory is counted: float32, bfloat16, float16, w8a8-int8, w8a16, w4a16, fp8, or a "
-            "GGUF format. Default: the profile's dtype.",
-            show_default=False,
-        ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(metavar="N or BxN", help="Contexts of the key/value cache. Default: 2048.", show_default=False),
-    ] = None,
+    target: str | None = None,
+    *,
+    profile: str,
+    weights: str | None = None,
+    context: str | None = None,
     allow_mismatch: Mismatch = False,
     json_file: JsonFile = None,
     debug: Debug = False,
@@ -151,6 +114,14 @@ def predict(
     """Predict the cost of a plan or checkpoint: prefill, time to first token, tokens/s, weights and key/value cache.
 
     Example: pyprune predict pruned/ --profile profile.json --weights bfloat16,q8_0
+
+    Args:
+        profile (NAME): Profile of the dense model: its name, or the path of its file.
+        target ([PLAN]): Plan (JSON), or checkpoint folder: one of pyprune's, or the dense model's. Default: print the
+            measurements of the profile.
+        weights: Formats in which memory is counted: float32, bfloat16, float16, w8a8-int8, w8a16, w4a16, fp8, or a GGUF
+            format. Default: the profile's dtype.
+        context (N or BxN): Contexts of the key/value cache. Default: 2048.
     """
     from pyprune.fit.measured import MeasuredCosts
     from pyprune.fit.profile import Profile

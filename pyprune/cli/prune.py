@@ -66,57 +66,24 @@ def _presets() -> str:
 
 @guard
 def prune(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder to create for the pruned checkpoint. Required unless --dry-run."),
-    ] = None,
+    model: str,
+    *,
+    out: Path | None = None,
     method: Annotated[
         str | None,
         typer.Option(
             help=f"{_methods()}, none (only apply --plan). Default: elder, or none where only a plan is given."
         ),
     ] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(help="Share to remove, between 0 and 1; the count is rounded down. Default: 0.25."),
-    ] = None,
-    ratio_of: Annotated[
-        str | None,
-        typer.Option(metavar="UNIT", help="Unit of --ratio: layers, hidden or parameters. Default: the method's own."),
-    ] = None,
+    ratio: float | None = None,
+    ratio_of: str | None = None,
     config: Recipe = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME", help=_presets())] = None,
     set_: Settings = None,
-    recovery: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Training after the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill (with the "
-            "dense model as teacher). Default: the preset's own.",
-        ),
-    ] = None,
-    uniform: Annotated[
-        bool,
-        typer.Option(
-            "--uniform",
-            help="Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers may "
-            "be cut). Default: each layer its own.",
-        ),
-    ] = False,
-    plan: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plan (JSON, or a pruned checkpoint) to apply instead of deciding one."),
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to score, to reconstruct and to train on: mixture (prose, web, code, other languages), "
-            "mixture-offline, wikitext2, ptb, c4, alpaca, bookcorpus (more names: pyprune options), a datasets id, or "
-            "a .txt/.jsonl(.gz) file. Default: the preset's.",
-        ),
-    ] = None,
+    recovery: str | None = None,
+    uniform: bool = False,
+    plan: Path | None = None,
+    calibration: str | None = None,
     samples: Samples = None,
     sequence_length: SequenceLength = None,
     gguf_file: GgufFile = None,
@@ -124,22 +91,30 @@ def prune(
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    placement: Annotated[
-        str,
-        typer.Option(
-            metavar="WHERE",
-            help="Where processes of torchrun keep MODEL while nothing trains: device (a whole copy each), host (one "
-            "copy, in the first process), or auto: host if it fills more than half of a device.",
-        ),
-    ] = "auto",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan as JSON and its sizes; write nothing.")
-    ] = False,
+    placement: str = "auto",
+    dry_run: bool = False,
     debug: Debug = False,
 ) -> None:
     """Prune MODEL and write an ordinary checkpoint folder to --out.
 
     Example: pyprune prune HuggingFaceTB/SmolLM2-135M --method elder --ratio 0.25 --out pruned/
+
+    Args:
+        model (MODEL): Checkpoint folder or hub id (owner/name).
+        out (DIR): Folder to create for the pruned checkpoint. Required unless --dry-run.
+        ratio: Share to remove, between 0 and 1; the count is rounded down. Default: 0.25.
+        ratio_of (UNIT): Unit of --ratio: layers, hidden or parameters. Default: the method's own.
+        recovery (NAME): Training after the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill
+            (with the dense model as teacher). Default: the preset's own.
+        uniform: Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers may be
+            cut). Default: each layer its own.
+        plan (FILE): Plan (JSON, or a pruned checkpoint) to apply instead of deciding one.
+        calibration (SOURCE): Text to score, to reconstruct and to train on: mixture (prose, web, code, other
+            languages), mixture-offline, wikitext2, ptb, c4, alpaca, bookcorpus (more names: pyprune options), a
+            datasets id, or a .txt/.jsonl(.gz) file. Default: the preset's.
+        placement (WHERE): Where processes of torchrun keep MODEL while nothing trains: device (a whole copy each), host
+            (one copy, in the first process), or auto: host if it fills more than half of a device.
+        dry_run: Print the plan as JSON and its sizes; write nothing.
     """
     check_out(out, [config, model, calibration], dry_run=dry_run, resume=resume, overwrite=overwrite)
     from pyprune.run.recipe import build_config

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from pyprune.cli.base import (
     Debug,
@@ -31,63 +29,43 @@ if TYPE_CHECKING:
 
 @guard
 def recover(
-    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder of a pruned model.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder to create for the recovered checkpoint. Required unless --dry-run."),
-    ] = None,
-    teacher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DENSE",
-            help="Teacher: the model that PRUNED was cut from. Its logits are learnt, and its hidden states if "
-            "distillation uses them. Default: none; only the text is learnt.",
-        ),
-    ] = None,
-    teacher_gguf_file: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside DENSE. Default: safetensors.")
-    ] = None,
-    teacher_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of DENSE from the hub. Default: its main branch.")
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a teacher).",
-        ),
-    ] = None,
+    pruned: str,
+    *,
+    out: Path | None = None,
+    teacher: str | None = None,
+    teacher_gguf_file: str | None = None,
+    teacher_revision: str | None = None,
+    preset: str | None = None,
     config: Recipe = None,
     set_: Settings = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to train on: alpaca, lamini, mixture, wikitext2, ptb, c4, bookcorpus, a datasets id, or a "
-            ".txt/.jsonl(.gz) file. Default: the preset's, else wikitext2.",
-        ),
-    ] = None,
+    data: str | None = None,
     samples: Samples = None,
     sequence_length: SequenceLength = None,
-    keep_adapter: Annotated[
-        bool,
-        typer.Option(
-            "--keep-adapter",
-            help="Also write the LoRA adapters alone, in PEFT's format, to the folder adapter inside DIR. Load them on "
-            "top of PRUNED, not of DIR. Default: only merge them.",
-        ),
-    ] = False,
+    keep_adapter: bool = False,
     trust_remote_code: RemoteCode = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print how much memory the training would take; write nothing.")
-    ] = False,
+    dry_run: bool = False,
     debug: Debug = False,
 ) -> None:
     """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
 
     Example: pyprune recover pruned/ --teacher HuggingFaceTB/SmolLM2-135M --preset alpaca-lora-distill --out recovered/
+
+    Args:
+        pruned (PRUNED): Checkpoint folder of a pruned model.
+        out (DIR): Folder to create for the recovered checkpoint. Required unless --dry-run.
+        teacher (DENSE): Teacher: the model that PRUNED was cut from. Its logits are learnt, and its hidden states if
+            distillation uses them. Default: none; only the text is learnt.
+        teacher_gguf_file (NAME): Name of a .gguf file inside DENSE. Default: safetensors.
+        teacher_revision: Branch, tag or commit of DENSE from the hub. Default: its main branch.
+        preset (NAME): Named set of options: alpaca-lora (MoreauPruner's recovery) or alpaca-lora-distill (with a
+            teacher).
+        data (SOURCE): Text to train on: alpaca, lamini, mixture, wikitext2, ptb, c4, bookcorpus, a datasets id, or a
+            .txt/.jsonl(.gz) file. Default: the preset's, else wikitext2.
+        keep_adapter: Also write the LoRA adapters alone, in PEFT's format, to the folder adapter inside DIR. Load them
+            on top of PRUNED, not of DIR. Default: only merge them.
+        dry_run: Print how much memory the training would take; write nothing.
     """
     check_out(out, [config, pruned, teacher, data], dry_run=dry_run, resume=resume, overwrite=overwrite)
     from pyprune.run.recipe import build_recovery
@@ -135,29 +113,17 @@ def _print_recovered(report: TrainReport, out: Path) -> None:
 
 @guard
 def reconstruct(
-    pruned: Annotated[str, typer.Argument(metavar="PRUNED", help="Checkpoint folder that pyprune prune wrote.")],
-    dense: Annotated[
-        str, typer.Option(metavar="MODEL", help="Checkpoint folder or hub id of the model that PRUNED was cut from.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create for the reconstructed checkpoint.")],
-    dense_gguf_file: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of a .gguf file inside MODEL. Default: safetensors.")
-    ] = None,
-    dense_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of MODEL from the hub. Default: its main branch.")
-    ] = None,
+    pruned: str,
+    *,
+    dense: str,
+    out: Path,
+    dense_gguf_file: str | None = None,
+    dense_revision: str | None = None,
     config: Recipe = None,
     set_: Settings = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to follow the dense model on: mixture (prose, web, code and other languages from the hub), "
-            "mixture-offline, wikitext2, c4, a datasets id, or a .txt/.jsonl(.gz) file. Default: mixture.",
-        ),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 144.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 256.")] = None,
+    calibration: str | None = None,
+    samples: int | None = None,
+    sequence_length: int | None = None,
     trust_remote_code: RemoteCode = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
@@ -165,6 +131,17 @@ def reconstruct(
     """Solve the weights of a pruned checkpoint in closed form so that it follows its dense model; no training.
 
     Example: pyprune reconstruct pruned/ --dense HuggingFaceTB/SmolLM2-135M --out reconstructed/
+
+    Args:
+        pruned (PRUNED): Checkpoint folder that pyprune prune wrote.
+        dense (MODEL): Checkpoint folder or hub id of the model that PRUNED was cut from.
+        out (DIR): Folder to create for the reconstructed checkpoint.
+        dense_gguf_file (NAME): Name of a .gguf file inside MODEL. Default: safetensors.
+        dense_revision: Branch, tag or commit of MODEL from the hub. Default: its main branch.
+        calibration (SOURCE): Text to follow the dense model on: mixture (prose, web, code and other languages from the
+            hub), mixture-offline, wikitext2, c4, a datasets id, or a .txt/.jsonl(.gz) file. Default: mixture.
+        samples: Sequences to draw from it. Default: 144.
+        sequence_length: Tokens in a sequence. Default: 256.
     """
     check_out(out, [config, pruned, dense, calibration], dry_run=False, resume=False, overwrite=overwrite)
     from pyprune.run.recipe import build_reconstruction

@@ -32,9 +32,8 @@ LONGEST_NUMBER = 20
 @guard
 def robustness(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name) of a dense model.")
-    ] = None,
+    model: str | None = None,
+    *,
     methods: Annotated[
         str,
         typer.Option(
@@ -43,70 +42,26 @@ def robustness(
             "noise draws of moreau.",
         ),
     ] = "taylor,smoothgrad,moreau,moreau-converged",
-    ratios: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B",
-            help="Shares to remove, between 0 and 1, comma-separated: of the parameters, or with --axes hidden of the "
-            "hidden channels.",
-        ),
-    ] = "0.05,0.1,0.15,0.2",
-    variants: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B",
-            help="Weights to compare with the float32 weights, comma-separated: rounded to bfloat16, float16 or int8, "
-            "or moved by a random low-rank update (lora).",
-        ),
-    ] = "bfloat16,float16,lora,int8",
-    axes: Annotated[
-        str,
-        typer.Option(metavar="A,B", help="Units to remove: heads,ffn, or hidden (the paper's channel-wise table)."),
-    ] = "heads,ffn",
-    seeds: Annotated[str, typer.Option(metavar="A,B", help="Seeds of the calibration samples, comma-separated.")] = "0",
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to score on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a .txt/.jsonl(.gz) "
-            "file. Default: wikitext2.",
-        ),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: 10.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="Tokens in a sequence. Default: 128.")] = None,
-    ppl: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SOURCE",
-            help="Text to measure perplexity on, as for pyprune eval. Repeatable. Default: wikitext2.",
-        ),
-    ] = None,
-    protocol: Annotated[str, typer.Option(help="Protocol of the perplexities: ppl-128 or ppl-2048.")] = "ppl-128",
-    tokens: Annotated[
-        int | None, typer.Option(help="Use only this many tokens of each test text. Default: all.")
-    ] = None,
-    lora_rank: Annotated[int, typer.Option(help="Rank of the update of the variant lora.")] = 8,
-    lora_size: Annotated[
-        float, typer.Option(help="Its Frobenius norm relative to that of each matrix, between 0 and 1.")
-    ] = 0.01,
-    lora_seed: Annotated[int, typer.Option(help="Its seed.", metavar="INTEGER")] = 0,
+    ratios: str = "0.05,0.1,0.15,0.2",
+    variants: str = "bfloat16,float16,lora,int8",
+    axes: str = "heads,ffn",
+    seeds: str = "0",
+    calibration: str | None = None,
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    ppl: list[str] | None = None,
+    protocol: str = "ppl-128",
+    tokens: int | None = None,
+    lora_rank: int = 8,
+    lora_size: float = 0.01,
+    lora_seed: int = 0,
     set_: Settings = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines of finished work (an existing file is continued); the tables are written next to it as "
-            ".md.",
-        ),
-    ] = Path("robustness.jsonl"),
+    out: Path = Path("robustness.jsonl"),
     device: Device = "auto",
     gguf_file: GgufFile = None,
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
-    theorem: Annotated[
-        bool,
-        typer.Option("--check-theorem", help="Check MoreauPruner's Theorem 1 on a small function instead; no MODEL."),
-    ] = False,
+    check_theorem: bool = False,
     json_file: JsonFile = None,
     debug: Debug = False,
 ) -> None:
@@ -116,9 +71,31 @@ def robustness(
     the pruned float32 model's, and the Jaccard overlap of the removed units.
 
     Example: pyprune robustness HuggingFaceTB/SmolLM2-135M --ppl wikitext2 --tokens 32768 --out robust.jsonl
+
+    Args:
+        model (MODEL): Checkpoint folder or hub id (owner/name) of a dense model.
+        ratios (A,B): Shares to remove, between 0 and 1, comma-separated: of the parameters, or with --axes hidden of
+            the hidden channels.
+        variants (A,B): Weights to compare with the float32 weights, comma-separated: rounded to bfloat16, float16 or
+            int8, or moved by a random low-rank update (lora).
+        axes (A,B): Units to remove: heads,ffn, or hidden (the paper's channel-wise table).
+        seeds (A,B): Seeds of the calibration samples, comma-separated.
+        calibration (SOURCE): Text to score on: wikitext2, ptb, c4, alpaca, bookcorpus, a datasets id, or a
+            .txt/.jsonl(.gz) file. Default: wikitext2.
+        samples: Sequences to draw from it. Default: 10.
+        sequence_length: Tokens in a sequence. Default: 128.
+        ppl (SOURCE): Text to measure perplexity on, as for pyprune eval. Repeatable. Default: wikitext2.
+        protocol: Protocol of the perplexities: ppl-128 or ppl-2048.
+        tokens: Use only this many tokens of each test text. Default: all.
+        lora_rank: Rank of the update of the variant lora.
+        lora_size: Its Frobenius norm relative to that of each matrix, between 0 and 1.
+        lora_seed (INTEGER): Its seed.
+        out (FILE): JSON lines of finished work (an existing file is continued); the tables are written next to it as
+            .md.
+        check_theorem: Check MoreauPruner's Theorem 1 on a small function instead; no MODEL.
     """
-    if theorem:
-        refuse_others_beside(context, "--check-theorem", "theorem", "json_file", "debug")
+    if check_theorem:
+        refuse_others_beside(context, "--check-theorem", "check_theorem", "json_file", "debug")
         _print_theorem(json_file)
         return
     if model is None:

@@ -17,31 +17,16 @@ FILE_FORMATS = ("safetensors", "gguf")
 
 @guard
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id (owner/name).")],
-    out: Annotated[Path, typer.Option(metavar="PATH", help="Folder to create; with --format gguf, the file.")],
+    model: str,
+    *,
+    out: Path,
     file_format: Annotated[
         str,
         typer.Option("--format", help="safetensors (folder for vLLM and Transformers) or gguf (file for llama.cpp)."),
     ] = "safetensors",
-    quantise: Annotated[
-        str | None,
-        typer.Option(
-            help="Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 or "
-            "q4_0. safetensors, for vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.",
-            show_default=False,
-        ),
-    ] = None,
-    target: Annotated[
-        str,
-        typer.Option(
-            help="auto (as stored: a stock architecture if the sizes allow one), stock (refuse other sizes), or pruned "
-            "(pyprune's own, with sizes per layer)."
-        ),
-    ] = "auto",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16: dtype of the written weights. Default: MODEL's own."),
-    ] = None,
+    quantise: str | None = None,
+    target: str = "auto",
+    dtype: str | None = None,
     gguf_file: GgufFile = None,
     overwrite: Overwrite = False,
     debug: Debug = False,
@@ -49,6 +34,15 @@ def export(
     """Write MODEL as a safetensors checkpoint for vLLM and Transformers, or as a GGUF file; its plan is written too.
 
     Example: pyprune export pruned/ --format gguf --quantise q8_0 --out pruned.gguf
+
+    Args:
+        model (MODEL): Checkpoint folder or hub id (owner/name).
+        out (PATH): Folder to create; with --format gguf, the file.
+        quantise: Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 or q4_0.
+            safetensors, for vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.
+        target: auto (as stored: a stock architecture if the sizes allow one), stock (refuse other sizes), or pruned
+            (pyprune's own, with sizes per layer).
+        dtype: float32, bfloat16 or float16: dtype of the written weights. Default: MODEL's own.
     """
     if file_format not in FILE_FORMATS:
         raise ConfigError(did_you_mean(file_format, FILE_FORMATS, "file format"))
@@ -115,24 +109,21 @@ def _export_gguf(model: str, out: Path, quantise: str, *, overwrite: bool) -> No
 
 @guard
 def serve(
-    # no Path: that would make a hub id of ./owner/name
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
-    vllm_args: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[VLLM OPTIONS]",
-            help="Options of `vllm serve`, passed on unchanged; after a --, also those that pyprune has: -- --help.",
-        ),
-    ] = None,
-    no_verify: Annotated[
-        bool,
-        typer.Option("--no-verify", help="Do not verify the checksums of the files first (PYPRUNE_VERIFY=0)."),
-    ] = False,
+    folder: str,
+    vllm_args: list[str] | None = None,
+    *,
+    no_verify: bool = False,
     debug: Debug = False,
 ) -> None:
     """Check a checkpoint and serve it with vLLM's OpenAI-compatible server: `vllm serve DIR`, with any of its options.
 
     Example: pyprune serve pruned/ --port 9000 --max-model-len 2048
+
+    Args:
+        folder (DIR): Checkpoint folder.
+        vllm_args ([VLLM OPTIONS]): Options of `vllm serve`, passed on unchanged; after a --, also those that pyprune
+            has: -- --help.
+        no_verify: Do not verify the checksums of the files first (PYPRUNE_VERIFY=0).
     """
     from pyprune.serving.vllm.command import serve as start
 
