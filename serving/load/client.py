@@ -149,27 +149,6 @@ def client_environment() -> dict[str, str]:
     return {**ours, "no_proxy": direct, "NO_PROXY": direct}
 
 
-def measured_span(found: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return when the first request was sent and the last one answered, by the clock of ``time.perf_counter``.
-
-    Args:
-        found: result of the client.
-
-    Returns:
-        None where the result has no times.
-
-    Raises:
-        EngineError: the times have another form: another release of vLLM.
-    """
-    starts = found.get("start_times")
-    if not starts:
-        return None
-    try:
-        return min(starts), max(start + latency for start, latency in zip(starts, found["latencies"], strict=True))
-    except (KeyError, TypeError, ValueError) as error:
-        raise _release_error(error) from error
-
-
 def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
     """Return one turn of the client's result.
 
@@ -193,11 +172,7 @@ def read_turn(found: Mapping[str, Any], **facts: Any) -> Turn:
             **facts,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise _release_error(error) from error
-
-
-def _release_error(error: Exception) -> EngineError:
-    return EngineError(
-        f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It comes from a "
-        "release of vLLM that was not tested; 0.32 was."
-    )
+        raise EngineError(
+            f"`vllm bench serve` wrote a result without what is needed ({type(error).__name__}: {error}). It comes "
+            "from a release of vLLM that was not tested; 0.32 was."
+        ) from error

@@ -52,7 +52,6 @@ class Turn:
         client_seconds: that the whole run of the client took, its start included.
         idle_cpu_seconds: CPU time that waiting servers used in ``client_seconds``; should be near 0.
         requests: each of them.
-        joules: that the whole machine used in ``seconds``, by its own counters; None where it has none.
     """
 
     model: str
@@ -66,7 +65,6 @@ class Turn:
     client_seconds: float
     idle_cpu_seconds: float
     requests: tuple[Request, ...]
-    joules: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,7 +120,6 @@ class LoadReport:
         resident: all servers were up the whole time, idle but for one; False = one was up at a time.
         note: figures to distrust; None without any.
         environment: commit, device, ISA flags, versions, variables of the servers, time.
-        counters: names of the counters of energy that were read.
     """
 
     options: LoadOptions
@@ -131,7 +128,6 @@ class LoadReport:
     resident: bool
     note: str | None
     environment: dict[str, Any]
-    counters: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> str:
@@ -145,11 +141,6 @@ class LoadReport:
     def goodput(self, model: str, load: Load) -> Summary | None:
         """Requests per second that kept the service level, over the turns; None without one."""
         found = [turn.goodput for turn in self._of(model, load) if turn.goodput is not None]
-        return summary(found) if found else None
-
-    def joules_per_token(self, model: str, load: Load) -> Summary | None:
-        """Joules of the machine for each output token, over the turns; None without counters."""
-        found = [t.joules / t.output_tokens for t in self._of(model, load) if t.joules is not None and t.output_tokens]
         return summary(found) if found else None
 
     def end_to_end(self, model: str, load: Load) -> Summary:
@@ -187,7 +178,6 @@ class LoadReport:
             "note": self.note,
             "options": self.options.to_dict(),
             "environment": self.environment,
-            "energy counters": list(self.counters),
             "models": {name: self._model(name) for name in self.models},
             "turns": [{name: getattr(turn, name) for name in names} for turn in self.turns],
             "summary": {
@@ -205,14 +195,12 @@ class LoadReport:
 
     def _summary(self, name: str, load: Load) -> dict[str, Any]:
         goodput, interval = self.goodput(name, load), self.interval(name, load)
-        joules = self.joules_per_token(name, load)
         times = {metric: self.percentiles(name, load, metric) for metric in METRICS}
         return {
             "tokens_per_second": asdict(self.tokens_per_second(name, load)),
             "ratio": self.ratio(name, load),
             "interval": asdict(interval) if interval else None,
             "goodput": asdict(goodput) if goodput else None,
-            "joules_per_token": asdict(joules) if joules else None,
             **{
                 f"{metric}_ms": dict(zip((f"p{p}" for p in PERCENTILES), values, strict=True)) if values else None
                 for metric, values in times.items()

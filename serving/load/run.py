@@ -26,13 +26,11 @@ from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
     counting_obstacle,
-    measured_span,
     patience_with,
     read_turn,
     run_client,
 )
-from pyprune.serving.load.energy import EnergyMeter, find_counters
-from pyprune.serving.load.gpus import memory_in_use, visible_gpus
+from pyprune.serving.load.gpus import memory_in_use
 from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
 from pyprune.serving.load.server import Server, server_environment
@@ -124,10 +122,9 @@ class _Run:
         self.turns: list[Turn] = []
         accelerator = accelerator_name()
         self.environment = environment_record(accelerator, server_environment())
-        self.counters = find_counters()
         self.ranks = parallel_ranks(options.vllm_args)
         self.engines = max(1, given_options(options.vllm_args).data_parallel_size)
-        self.gpus = visible_gpus() if accelerator else []
+        self.on_gpu = accelerator is not None
         self.resident = len(models) == 1 or (accelerator is None and self._fits())
         self.id = uuid.uuid4().hex[:12]
 
@@ -165,8 +162,7 @@ class _Run:
         server, others = pool.server(name)
         let_settle(len(others))
         before, started = sum(other.cpu_seconds() for other in others), time.perf_counter()
-        with EnergyMeter(self.counters) as meter:
-            result = self._measure(server, load, repeat)
+        result = self._measure(server, load, repeat)
         model = self.served[name]
         self.served[name] = replace(
             model,
@@ -181,7 +177,6 @@ class _Run:
             order=len(self.turns),
             client_seconds=time.perf_counter() - started,
             idle_cpu_seconds=sum(other.cpu_seconds() for other in others) - before,
-            joules=meter.joules(*span) if (span := measured_span(result)) else None,
         )
 
     def _measure(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
@@ -256,8 +251,7 @@ class _Run:
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
         note = distrust_warning(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers")
-        counters = tuple(counter.name for counter in self.counters)
-        return LoadReport(self.options, self.served, tuple(self.turns), self.resident, note, self.environment, counters)
+        return LoadReport(self.options, self.served, tuple(self.turns), self.resident, note, self.environment)
 
     def _fits(self) -> bool:
         each = self.ranks * engine_bytes("vllm", 0, self.options.kv_bytes)
@@ -296,8 +290,8 @@ class _Pool:
 
         vLLM's processes return no GPU memory, so that the memory in use after a turn is the peak.
         """
-        now, before = memory_in_use(self._run.gpus), self._others_gpu_memory
-        return 0 if now is None or before is None else max(0, now - before)
+        before = self._others_gpu_memory
+        return 0 if before is None else max(0, (memory_in_use() or 0) - before)
 
     def _start(self, name: str) -> None:
         if not self._run.resident:
@@ -307,7 +301,7 @@ class _Pool:
         checkpoint, verified_by = self._run.models[name], new_server()
         command = self._run.server_command(name, verified_by)
         read_once(checkpoint)
-        self._others_gpu_memory = memory_in_use(self._run.gpus)
+        self._others_gpu_memory = memory_in_use() if self._run.on_gpu else None
         environment = {**server_environment(), SERVER: verified_by}
         server = Server(command, str(checkpoint.folder), environment=environment)
         self._servers[name] = server

@@ -27,12 +27,11 @@ def load_table(report: LoadReport) -> Table:
     the requests of all turns, in ms. The ratio is of output tokens/s, under a rate of mean end-to-end times.
     """
     goodput = ("Goodput (requests/s)",) if report.options.slo else ()
-    energy = ("J/output token",) if report.counters else ()
     columns = ("Load", "Model", "Output tokens/s", "Ratio", *TIME_COLUMNS)
     rows = tuple(_row(report, load, name) for load in report.options.loads for name in report.models)
     is_rated = any(load.rate is not None for load in report.options.loads)
     note = "Ratio: of mean end-to-end times; how many tokens come in a second is what the rate asks for." * is_rated
-    return Table("Servers under load", (*columns, *goodput, *energy), rows, note)
+    return Table("Servers under load", (*columns, *goodput), rows, note)
 
 
 def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
@@ -40,9 +39,7 @@ def _row(report: LoadReport, load: Load, name: str) -> tuple[Cell, ...]:
     goodput = report.goodput(name, load)
     kept = (plus_minus(goodput, 2) if goodput else None,) if report.options.slo else ()
     speed = plus_minus(report.tokens_per_second(name, load))
-    joules = report.joules_per_token(name, load)
-    energy = (plus_minus(joules, 3) if joules else None,) if report.counters else ()
-    return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept, *energy)
+    return (str(load), name, speed, f"{report.ratio(name, load):.2f}x", *times, *kept)
 
 
 def milliseconds(values: Sequence[float] | None) -> str | None:
@@ -122,7 +119,6 @@ def load_conditions(report: LoadReport) -> dict[str, str]:
         "requests of a turn": ", ".join(f"{o.requests_of(load)} ({load})" for load in o.loads)
         + "; before them, not measured, as many as come at once",
         "turns": f"{_turns(report)} of each model and load, order drawn with seed {o.seed}; {_side_by_side(report)}",
-        "energy": _energy(report),
         **_gpu_memory(report),
         "cache": f"{o.kv_gib:g} GiB of key-value cache for each {_owner(o)}, prefix caching off",
     }
@@ -177,12 +173,6 @@ def _uncompiled_adapters(report: LoadReport) -> list[str]:
 
 def _longest(model: ServedModel) -> str:
     return "not known" if model.max_model_len is None else f"{model.max_model_len:,} tokens (--max-model-len)"
-
-
-def _energy(report: LoadReport) -> str:
-    if not report.counters:
-        return "not told: no counter can be read here (powercap, which is root's on most machines, or NVML)"
-    return f"{', '.join(report.counters)}, while requests were answered, with all that ran beside them"
 
 
 def _gpu_memory(report: LoadReport) -> dict[str, str]:

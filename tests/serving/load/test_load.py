@@ -9,10 +9,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -28,7 +26,6 @@ from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
 from pyprune.serving.load.capacity import Capacity, ServerFacts, server_facts
 from pyprune.serving.load.client import bench_command, client_environment, counting_obstacle, read_turn, run_client
-from pyprune.serving.load.energy import Counter, EnergyMeter
 from pyprune.serving.load.options import (
     DEFAULT_LOADS,
     Load,
@@ -77,7 +74,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def _with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_run, "find_counters", list)  # as on a machine that tells no energy
     for module in ("engines", "vllm.command", "load.run"):
         monkeypatch.setattr(f"pyprune.serving.{module}.vllm_installed", lambda: True)
 
@@ -710,12 +706,11 @@ def test_adapters_keep_only_a_cpu_from_compiling(
 def test_what_a_server_takes_of_a_gpu_is_told_beside_what_was_in_use_before(
     fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Gpu:
-        def memory(self) -> int:
-            return 10**9 + sum({"dense": 8, "pruned": 7}[name] * 10**9 for name in fake.up)
+    def memory_in_use() -> int:
+        return 10**9 + sum({"dense": 8, "pruned": 7}[name] * 10**9 for name in fake.up)
 
     monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
-    monkeypatch.setattr(load_run, "visible_gpus", lambda: [Gpu()])
+    monkeypatch.setattr(load_run, "memory_in_use", memory_in_use)
     report = measured(folders, replace(SMALL, repeats=2))
     assert {name: m.gpu_memory for name, m in report.models.items()} == {"dense": 8 * 10**9, "pruned": 7 * 10**9}
     table = server_table(report)
@@ -913,39 +908,6 @@ def test_every_load_is_measured_with_every_length_of_prompts(
     assert "belong to servers" in refused(*command, "--engine", "transformers")
 
 
-def test_energy_is_told_where_the_machine_counts_it(
-    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    watts, read_at = 50.0, [0.0]
-
-    def read() -> float:
-        read_at[0] = perf_counter()
-        return watts * read_at[0]
-
-    monkeypatch.setattr(load_run, "find_counters", lambda: [Counter("CPU package-0", read)])
-    monkeypatch.setattr(load_run, "EnergyMeter", partial(EnergyMeter, clock=lambda: read_at[0]))
-
-    def client(command: list[str], folder: Path, patience: float, progress: Any) -> dict[str, Any]:
-        found, start = fake.client(command, folder, patience, progress), perf_counter()
-        sleep(max(found["latencies"]))
-        return {**found, "start_times": [start] * len(found["latencies"])}
-
-    monkeypatch.setattr(load_run, "run_client", client)
-    result = run(
-        "bench", folders["pruned"], "--against", folders["dense"], "--serving", "--concurrency", "2", "--requests",
-        "4", "--prompt-tokens", "24", "--new-tokens", "4", "--repeats", "1", "--precision", "0", "--json",
-        tmp_path / "a.json",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert "J/output token" in result.stdout
-    assert "energy: CPU package-0, while requests were answered" in result.stdout.replace("\n", " ")
-    data = json.loads((tmp_path / "a.json").read_text())
-    assert data["energy counters"] == ["CPU package-0"]
-    joules = {name: data["summary"][name]["2 at once"]["joules_per_token"]["median"] for name in folders}
-    assert joules["dense"] == pytest.approx(watts * 0.19 / 16)
-    assert joules["pruned"] == pytest.approx(0.8 * joules["dense"])
-
-
 def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
     fake: FakeServers, folders: dict[str, Path]
 ) -> None:
@@ -976,7 +938,7 @@ def test_the_command_says_and_keeps_everything(
         "mode: eager (--enforce-eager)", "dtype: float32", "24 prompt tokens", "4 new tokens", "10 (1 at once)",
         "turns: 3 of each model and load", "drawn with seed 0", "TTFT at most 500 ms", "--max-num-seqs 8",
         "Wider than the 2 % that were asked for, with at most 3 turns each: pruned (1 at once), pruned (4 at once)",
-        "distrust these figures", "Believe the log", "energy: not told",
+        "distrust these figures", "Believe the log",
     ):  # fmt: skip
         assert part in text, part
     record = (folders["pruned"] / "pruning.json").read_text()
