@@ -171,10 +171,14 @@ class Engine:
         """
         return group_peak_bytes(self._process.pid)
 
-    def close(self) -> None:
-        """End the child and its descendants; safe to call twice."""
+    def ask_to_end(self) -> None:
+        """Let the child end while others do; :meth:`close` waits for it."""
         with contextlib.suppress(OSError, ValueError):
             self._stdin.close()
+
+    def close(self) -> None:
+        """End the child and its descendants; safe to call twice."""
+        self.ask_to_end()
         end_group(self._process, patience=15)
         self._stdout.close()
         self._log.close()
@@ -215,7 +219,7 @@ def let_settle(waiting: int, engine: str = "vllm") -> None:
         waiting: the number of other engines or servers.
         engine: of all of them; only vLLM's poll.
     """
-    if waiting and engine == "vllm":
+    if waiting and engine.startswith("vllm"):
         time.sleep(SETTLE_S)
 
 

@@ -54,9 +54,9 @@ from pyprune.fit.profiling.turns import EngineGroup, longest_sequence
 from pyprune.fit.quantities import Quantity
 from pyprune.runtime.progress import say, track
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.serving.comparison import ratio_interval
 from pyprune.serving.engines import EngineError
 from pyprune.serving.speed.measure import fills_gpu
-from pyprune.serving.speed.precision import ratio_interval
 from pyprune.serving.vllm.releases import CPU_SEQUENCES
 
 if TYPE_CHECKING:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pyprune.errors import ConfigError, did_you_mean, shown
-from pyprune.serving.speed.precision import most_repeats, precision_problems
-from pyprune.serving.speed.results import invalid_options
+from pyprune.serving.comparison import TurnOptions
 from pyprune.serving.vllm.options import dashed_words, words_of_file
 
 SLO_METRICS = {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el"}
@@ -21,30 +20,29 @@ LENGTH_SLACK = 16
 """Tokens by which a prompt may come out longer than asked: vLLM makes it as text, and the server reads it again."""
 
 
-OWNED = {
-    "--dtype": "--dtype",
-    "--seed": "--seed",
-    "--enforce-eager": "--eager",
-    "--kv-cache-memory-bytes": "--kv-gib",
-    "--num-gpu-blocks-override": "--kv-gib",
-    "--enable-prefix-caching": "",  # loads of one turn have the same prompts
-    "--host": "",
-    "--port": "",
-    "--served-model-name": "",
+SET_ITSELF = "which the measurement sets itself; {}."
+UNREACHED = "with which the measurement's client does not reach the server; leave it out."
+ALWAYS_SET = {
+    "--dtype": "use --dtype of `pyprune bench`",
+    "--seed": "use --seed of `pyprune bench`",
+    "--kv-cache-memory-bytes": "use --kv-gib of `pyprune bench`",
+    "--enable-prefix-caching": "leave it out",  # loads of one turn have the same prompts
+    "--host": "leave it out",
+    "--port": "leave it out",
 }
-"""Option of ``vllm serve`` that a measurement sets: the option of pyprune for it; "" = there is none."""
-NOT_REPLACED = ("--enforce-eager", "--num-gpu-blocks-override", "--served-model-name")
-"""Those that it does not always give."""
-UNCOUNTED = "--disable-log-stats"
-"""Option of ``vllm serve`` with which /metrics count nothing; a measurement needs them to see a server answer."""
-UNREACHED = ("--api-key", "--ssl-keyfile", "--ssl-certfile", "--uds")
-"""Options of ``vllm serve`` with which the client of a measurement does not reach the server."""
+"""Option of ``vllm serve`` that a measurement always sets, which replaces that of a file: the way out."""
+REFUSED = {
+    "--enforce-eager": SET_ITSELF.format("use --eager of `pyprune bench`"),
+    "--num-gpu-blocks-override": SET_ITSELF.format("use --kv-gib of `pyprune bench`"),
+    "--served-model-name": SET_ITSELF.format("leave it out"),
+    **dict.fromkeys(("--api-key", "--ssl-keyfile", "--ssl-certfile", "--uds"), UNREACHED),
+    "--disable-log-stats": "with which /metrics counts nothing and no turn can be followed; leave it out.",
+}
+"""Option of ``vllm serve`` that is refused on the command line and in the file of --config: why."""
 SECRETS = ("--hf-token", "--api-key")
 """Options of ``vllm serve`` whose values are never printed or stored."""
 HIDDEN = "***"
 NO_PREFIX_CACHING = "--no-enable-prefix-caching"
-COMPILING = ("--optimization-level", "--compilation-config")
-"""Long names of the options of ``vllm serve`` for compilation; -O and -cc are the short ones."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ DEFAULT_LOADS = (Load(1), Load(4), Load(16))
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(TurnOptions):
     """The options of a measurement of servers.
 
     Attributes:
@@ -90,13 +88,8 @@ class LoadOptions:
         loads: one after the other, for every model.
         requests: of one turn; None = :attr:`Load.default_requests`.
         slo: limits of a good request: a key of :data:`SLO_METRICS` -> milliseconds; {} = no goodput.
-        repeats: turns of each model and load; with ``precision`` the least number.
-        precision: see :class:`pyprune.serving.speed.results.Workload`; here of the ratios that the table shows.
-        max_repeats: see there.
-        dtype: of weights and activations.
         eager: start servers with --enforce-eager; by default they compile, as `vllm serve` does.
         kv_gib: key-value cache of each server in GiB.
-        seed: of the prompts and of the order of the models.
         vllm_args: further options of `vllm serve`, the same for every model.
     """
 
@@ -105,22 +98,16 @@ class LoadOptions:
     loads: tuple[Load, ...] = DEFAULT_LOADS
     requests: int | None = None
     slo: Mapping[str, float] = field(default_factory=dict)
-    repeats: int = 3
-    precision: float = 0.0
-    max_repeats: int | None = None
-    dtype: str = "bfloat16"
     eager: bool = False
     kv_gib: float = 1.0
-    seed: int = 0
     vllm_args: tuple[str, ...] = ()
 
-    def validate(self) -> None:
-        """Raise :class:`ConfigError` with every invalid option."""
-        counts = {name: getattr(self, name) for name in ("new_tokens", "repeats")}
-        counts["prompt_tokens"] = min(self.prompts, default=self.prompt_tokens)
+    def problems(self, **counts: int) -> list[str]:
+        """See :meth:`TurnOptions.problems`."""
+        counts |= {"new_tokens": self.new_tokens, "prompt_tokens": min(self.prompts, default=self.prompt_tokens)}
         if self.requests is not None:
             counts["requests"] = self.requests
-        problems = invalid_options(counts, self.dtype, self.seed)
+        problems = super().problems(**counts)
         if not 0 < self.kv_gib < math.inf:
             problems.append(f"kv_gib is {self.kv_gib:g}; it must be above 0 (GiB of key-value cache for each server).")
         most = max((load.concurrency or 0 for load in self.loads), default=0)
@@ -132,10 +119,7 @@ class LoadOptions:
             )
         if not self.loads:
             problems.append("No load was given; name at least one concurrency or request rate.")
-        problems += owned_problems(self.vllm_args)
-        problems += precision_problems(self.repeats, self.precision, self.max_repeats)
-        if problems:
-            raise ConfigError(problems)
+        return problems + owned_problems(self.vllm_args)
 
     def prompt_of(self, load: Load) -> int:
         """Length of the prompts of ``load`` in tokens."""
@@ -152,11 +136,6 @@ class LoadOptions:
         return max(self.prompts) + self.new_tokens + LENGTH_SLACK
 
     @property
-    def most_repeats(self) -> int:
-        """The most turns of each model and load."""
-        return most_repeats(self.repeats, self.precision, self.max_repeats)
-
-    @property
     def asked_of_vllm(self) -> tuple[str, ...]:
         """Return the chosen options of ``vllm serve``: ``vllm_args``, and vLLM's name of ``eager``."""
         return (*(("--enforce-eager",) if self.eager else ()), *self.vllm_args)
@@ -164,8 +143,14 @@ class LoadOptions:
     @property
     def told_args(self) -> tuple[str, ...]:
         """``vllm_args`` as they may be shown and kept: without tokens and keys."""
-        before = ("", *self.vllm_args)
-        return tuple(_told(word, after) for word, after in zip(self.vllm_args, before, strict=False))
+        told: list[str] = []
+        for word, before in zip(self.vllm_args, ("", *self.vllm_args), strict=False):
+            name, equals, _ = word.partition("=")
+            if equals and _is_secret(name):
+                told.append(f"{name}={HIDDEN}")
+            else:
+                told.append(HIDDEN if _is_secret(before) and not word.startswith("-") else word)
+        return tuple(told)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data, with :attr:`told_args`."""
@@ -181,20 +166,12 @@ class LoadOptions:
         return self.requests or load.default_requests
 
 
-def _told(word: str, after: str) -> str:
-    """Return a word of a command line without secrets; ``after`` is the word before it."""
-    name, equals, _ = word.partition("=")
-    if equals and _is_secret(name):
-        return f"{name}={HIDDEN}"
-    return HIDDEN if _is_secret(after) and not word.startswith("-") else word
-
-
 def _is_secret(name: str) -> bool:
     """Check for the name of one of :data:`SECRETS`, also with underscores or cut short."""
     return _whole_name(dashed_words([name])[0], SECRETS) is not None
 
 
-def _whole_name(name: str, options: Sequence[str]) -> str | None:
+def _whole_name(name: str, options: Iterable[str]) -> str | None:
     """Return the first of these options that has this name, also cut short; None without one."""
     return next((known for known in options if len(name) > len("--") and known.startswith(name)), None)
 
@@ -204,49 +181,14 @@ def owned_problems(vllm_args: Sequence[str]) -> list[str]:
 
     The options of the measurement replace those of the file of --config; its other options count.
     """
-    given = dashed_words(vllm_args)
-    return [
-        problem
-        for words, owned in (
-            (given, [*OWNED, *UNREACHED, UNCOUNTED]),
-            (words_of_file(vllm_args), [*NOT_REPLACED, *UNREACHED, UNCOUNTED]),
-        )
-        for word in words
-        if (problem := _owned_problem(word.partition("=")[0], owned))
-    ]
-
-
-def _owned_problem(name: str, owned: Sequence[str]) -> str | None:
-    """Return the error if an option is one of these, also cut short or negated; None if it is not."""
-    option = _whole_name(name.replace("--no-", "--", 1), owned)
-    if option is None or name == NO_PREFIX_CACHING:
-        return None
-    if option in UNREACHED:
-        return f"vllm_args holds {name}, with which the measurement's client does not reach the server; leave it out."
-    if option == UNCOUNTED:
-        return f"vllm_args holds {name}, with which /metrics counts nothing and no turn can be followed; leave it out."
-    instead = f"use {OWNED[option]} of `pyprune bench`" if OWNED[option] else "leave it out"
-    return f"vllm_args holds {name}, which the measurement sets itself; {instead}."
-
-
-def compile_options(vllm_args: Sequence[str]) -> list[str]:
-    """Return the words that decide how ``vllm serve`` compiles, among these and in the file of their --config.
-
-    Nested fields of the file are not among them; only vLLM's log shows their effect.
-    """
-    words = [*words_of_file(vllm_args), *dashed_words(vllm_args)]
-    found: list[str] = []
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        if _compiles(word):
-            is_whole = "=" in word or re.fullmatch(r"-O.+", word) or following.startswith("-")
-            found += [word] if is_whole or not following else [word, following]
-    return found
-
-
-def _compiles(word: str) -> bool:
-    """Check for one of :data:`COMPILING`, short or cut short, also with a field after a point."""
-    name = re.split(r"[=.]", word, maxsplit=1)[0]
-    return name == "-cc" or name.startswith("-O") or _whole_name(name, COMPILING) is not None
+    whole = {option: SET_ITSELF.format(instead) for option, instead in ALWAYS_SET.items()} | REFUSED
+    problems = []
+    for words, refused in ((dashed_words(vllm_args), whole), (words_of_file(vllm_args), REFUSED)):
+        for name in (word.partition("=")[0] for word in words):
+            option = _whole_name(name.replace("--no-", "--", 1), refused)
+            if option is not None and name != NO_PREFIX_CACHING:  # also cut short or negated
+                problems.append(f"vllm_args holds {name}, {refused[option]}")
+    return problems
 
 
 def parse_loads(concurrency: str | None, request_rate: str | None) -> tuple[Load, ...]:

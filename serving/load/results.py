@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pyprune.serving.comparison import TurnReport
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.options import Load, LoadOptions
-from pyprune.serving.speed.precision import Interval, paired_interval
 from pyprune.serving.speed.results import Summary, summary
 
 PERCENTILES = (50, 90, 99)
@@ -110,7 +110,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class LoadReport:
+class LoadReport(TurnReport):
     """Every turn of a run and the summaries that the tables need. The first model is the baseline.
 
     Attributes:
@@ -128,11 +128,6 @@ class LoadReport:
     resident: bool
     note: str | None
     environment: dict[str, Any]
-
-    @property
-    def baseline(self) -> str:
-        """Name of the model that the others are compared with."""
-        return next(iter(self.models))
 
     def tokens_per_second(self, model: str, load: Load) -> Summary:
         """Output tokens/s, over the turns."""
@@ -152,9 +147,9 @@ class LoadReport:
         speed, base = (summary([pace(t, load) for t in self._of(name, load)]).median for name in (model, self.baseline))
         return speed / base
 
-    def interval(self, model: str, load: Load) -> Interval | None:
-        """The 95 % interval of the ratio, from paired turns; None for the baseline and for fewer than two turns."""
-        return None if model == self.baseline else paired_interval(speeds(self.turns, load), self.baseline, model)
+    def speeds(self, workload: Load) -> dict[tuple[str, int], float]:
+        """Return (model, repeat) -> :func:`pace` of every turn under a load."""
+        return {(t.model, t.repeat): pace(t, workload) for t in self.turns if t.load == str(workload)}
 
     def percentiles(self, model: str, load: Load, metric: str) -> list[float] | None:
         """The :data:`PERCENTILES` of a time in ms, over the requests of all turns together; None where it has no value.
@@ -209,11 +204,6 @@ class LoadReport:
 
     def _of(self, model: str, load: Load) -> list[Turn]:
         return [turn for turn in self.turns if turn.model == model and turn.load == str(load)]
-
-
-def speeds(turns: Sequence[Turn], load: Load) -> dict[tuple[str, int], float]:
-    """Return (model, repeat) -> pace of every turn under a load."""
-    return {(turn.model, turn.repeat): pace(turn, load) for turn in turns if turn.load == str(load)}
 
 
 def pace(turn: Turn, load: Load) -> float:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,11 +14,10 @@ from pyprune.checkpoint.shards import weight_files
 from pyprune.checkpoint.verify import SERVER, is_verification_on, new_server
 from pyprune.errors import ConfigError, MissingDependencyError
 from pyprune.runtime.host import available_memory
-from pyprune.runtime.interrupts import interrupts_deferred
-from pyprune.runtime.progress import say, track
-from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.progress import say
 from pyprune.serving.checkpoints import Checkpoint, read_checkpoint
-from pyprune.serving.engines import EngineError, engine_bytes, let_settle, vllm_installed
+from pyprune.serving.comparison import Comparison, check_models, length_problems
+from pyprune.serving.engines import EngineError, engine_bytes, vllm_installed
 from pyprune.serving.load.capacity import Capacity
 from pyprune.serving.load.client import (
     bench_command,
@@ -32,10 +28,8 @@ from pyprune.serving.load.client import (
 )
 from pyprune.serving.load.gpus import memory_in_use
 from pyprune.serving.load.options import Load, LoadOptions
-from pyprune.serving.load.results import LoadReport, ServedModel, Turn, speeds
+from pyprune.serving.load.results import LoadReport, ServedModel, Turn
 from pyprune.serving.load.server import Server, server_environment
-from pyprune.serving.speed.measure import distrust_warning
-from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.stats import environment_record
 from pyprune.serving.vllm.command import servable, serve_command
 from pyprune.serving.vllm.options import context_tokens, given_options, hub_of, parallel_ranks
@@ -71,7 +65,7 @@ def measure_serving(
     check_servers(models, options)
     hub = hub_of(options.vllm_args)
     run = _Run({name: read_checkpoint(source, hub=hub) for name, source in models.items()}, options, jsonl)
-    run.take()
+    run.take("measuring servers")
     return run.report()
 
 
@@ -85,8 +79,7 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> dic
         ConfigError, CheckpointError, MissingDependencyError: as there.
     """
     options.validate()
-    if not models:
-        raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
+    check_models(models)
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Measuring servers")
     read = {name: servable(source, options.asked_of_vllm, verify=False) for name, source in models.items()}
@@ -97,12 +90,8 @@ def check_servers(models: Mapping[str, str | Path], options: LoadOptions) -> dic
 def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> None:
     longest = max(options.prompts)
     needed = longest + options.new_tokens
-    problems = [
-        f"{name} reads at most {model.max_length} tokens, the load needs {needed}; lower prompt_tokens "
-        f"({longest}) or new_tokens ({options.new_tokens})."
-        for name, model in models.items()
-        if model.max_length is not None and model.max_length < needed
-    ]
+    limits = {name: model.max_length for name, model in models.items()}
+    problems = length_problems(limits, needed, "load", longest, options.new_tokens)
     # The length of the measurement replaces that of a file of options, which comes first.
     limit = context_tokens(given_options(options.vllm_args, with_file=False).max_model_len, 0)
     if 0 < limit < needed:
@@ -111,63 +100,49 @@ def _check_lengths(models: Mapping[str, Checkpoint], options: LoadOptions) -> No
         raise ConfigError(problems)
 
 
-class _Run:
-    """State of one measurement: the turns so far and the file that they are written to."""
+class _Run(Comparison):
+    """State of one measurement: the servers, and the turns so far."""
 
     def __init__(self, models: dict[str, Checkpoint], options: LoadOptions, jsonl: Path | None) -> None:
-        self.models, self.options, self.jsonl = models, options, jsonl
+        accelerator, self.ranks = accelerator_name(), parallel_ranks(options.vllm_args)
+        each = self.ranks * engine_bytes("vllm", 0, options.kv_bytes)
+        needed = sum(each + 2 * c.bytes for c in models.values()) + CLIENT_BYTES
+        resident = len(models) == 1 or (accelerator is None and needed < available_memory())
+        if not resident:
+            say("One server is up at a time; each is started when its turn comes.")
+        environment = environment_record(accelerator, server_environment())
+        super().__init__("vllm serve", "servers", jsonl, environment, models, resident=resident)
+        self.models, self.options = models, options
+        self.engines = max(1, given_options(options.vllm_args).data_parallel_size)
         self.served = {
             name: ServedModel(str(c.folder), c.architecture, c.parameters, c.bytes) for name, c in models.items()
         }
-        self.turns: list[Turn] = []
-        accelerator = accelerator_name()
-        self.environment = environment_record(accelerator, server_environment())
-        self.ranks = parallel_ranks(options.vllm_args)
-        self.engines = max(1, given_options(options.vllm_args).data_parallel_size)
         self.on_gpu = accelerator is not None
-        self.resident = len(models) == 1 or (accelerator is None and self._fits())
-        self.id = uuid.uuid4().hex[:12]
+        self.gpu_memory_before: int | None = None
 
-    def take(self) -> None:
-        """Take every turn, round by round."""
-        with ExitStack() as stack:
-            pool = stack.enter_context(_Pool(self))
-            for repeat, load, name in track(self._plan(), "measuring servers"):
-                self._record(self._turn(pool, repeat, load, name))
-
-    def _plan(self) -> Iterator[tuple[int, Load, str]]:
-        """Yield every turn to take; earlier turns decide how many rounds follow."""
+    def plan(self) -> Iterator[tuple[int, Load, str]]:
+        """Yield round by round: resident servers take turns under each load, others run all loads at each start."""
         o = self.options
-        for repeat in rounds(o.repeats, o.most_repeats, o.precision, self._intervals):
-            yield from ((repeat, load, name) for load, name in self._round(repeat))
-
-    def _round(self, repeat: int) -> list[tuple[Load, str]]:
-        """Order one round: resident servers take turns under each load, others run all loads at each start."""
-        if self.resident:
-            return [(load, name) for load in self.options.loads for name in self._drawn(f"{repeat}/{load}")]
-        return [(load, name) for name in self._drawn(str(repeat)) for load in self.options.loads]
+        for repeat in o.rounds(self.report, o.loads):
+            if self.resident:
+                yield from ((repeat, load, name) for load in o.loads for name in self._drawn(f"{repeat}/{load}"))
+            else:
+                yield from ((repeat, load, name) for name in self._drawn(str(repeat)) for load in o.loads)
 
     def _drawn(self, moment: str) -> list[str]:
         names = list(self.models)
         random.Random(f"{self.options.seed}/{moment}").shuffle(names)
         return names
 
-    def _intervals(self) -> list[Interval | None]:
-        baseline, *others = self.models
-        return [
-            paired_interval(speeds(self.turns, load), baseline, name) for load in self.options.loads for name in others
-        ]
-
-    def _turn(self, pool: _Pool, repeat: int, load: Load, name: str) -> Turn:
-        server, others = pool.server(name)
-        let_settle(len(others))
-        before, started = sum(other.cpu_seconds() for other in others), time.perf_counter()
-        result = self._measure(server, load, repeat)
-        model = self.served[name]
+    def turn(self, repeat: int, load: Load, name: str) -> Turn:
+        """Run the client once against the server of a model."""
+        result, seconds, idle = self.measure(name, lambda server: self._run_client(server, load, repeat))
+        model, taken = self.served[name], 0
+        if self.gpu_memory_before is not None:
+            # vLLM's processes return no GPU memory, so that the memory in use after a turn is the peak.
+            taken = (memory_in_use() or 0) - self.gpu_memory_before
         self.served[name] = replace(
-            model,
-            memory=max(model.memory or 0, server.peak_memory_bytes()) or None,
-            gpu_memory=max(model.gpu_memory or 0, pool.gpu_memory()) or None,
+            model, memory=self.memory[name] or None, gpu_memory=max(model.gpu_memory or 0, taken) or None
         )
         return read_turn(
             result,
@@ -175,11 +150,11 @@ class _Run:
             load=str(load),
             repeat=repeat,
             order=len(self.turns),
-            client_seconds=time.perf_counter() - started,
-            idle_cpu_seconds=sum(other.cpu_seconds() for other in others) - before,
+            client_seconds=seconds,
+            idle_cpu_seconds=idle,
         )
 
-    def _measure(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
+    def _run_client(self, server: Server, load: Load, repeat: int) -> dict[str, Any]:
         with TemporaryDirectory(prefix="pyprune-bench-") as folder:
             command = bench_command(server.url, server.model, load, self.options, repeat, Path(folder))
             try:
@@ -192,27 +167,23 @@ class _Run:
             raise server.error(f"{server.model}: {reason}")
         return result
 
-    def _record(self, turn: Turn) -> None:
-        self.turns.append(turn)
-        if self.jsonl is None:
-            return
-        record = {
-            "run": self.id,
-            "engine": "vllm serve",
-            **asdict(turn),
-            "tokens_per_second": turn.tokens_per_second,
-            "checkpoint": asdict(self.served[turn.model]),
-            "options": self.options.to_dict(),
-            "resident": self.resident,
-            "environment": self.environment,
-        }
-        append_jsonl(self.jsonl, [record])
+    def facts(self, turn: Turn) -> dict[str, Any]:
+        """See :meth:`Comparison.facts`."""
+        checkpoint, options = asdict(self.served[turn.model]), self.options.to_dict()
+        return {"checkpoint": checkpoint, "options": options, "resident": self.resident}
 
-    def add_start(self, name: str, server: Server) -> None:
-        """Keep the facts that a server reports after its start."""
+    def start(self, name: str) -> Server:
+        """Start the server of a model, and keep the facts that it reports."""
+        say(f"Starting the server of {name}.")
+        checkpoint, verified_by = self.models[name], new_server()
+        command = self.server_command(name, verified_by)
+        read_once(checkpoint)
+        self.gpu_memory_before = memory_in_use() if self.on_gpu else None
+        environment = {**server_environment(), SERVER: verified_by}
+        server = Server(command, str(checkpoint.folder), environment=environment)
         model, facts = self.served[name], server.facts
         # Only vLLM knows which part of a token one of several ranks holds.
-        size = token_bytes(self.models[name].config, self.options.dtype) if self.ranks == 1 else 0
+        size = token_bytes(checkpoint.config, self.options.dtype) if self.ranks == 1 else 0
         reported = facts.sequences and facts.sequences * self.engines
         capacity = model.capacity
         if facts.block_tokens and facts.context and (size or reported):
@@ -225,6 +196,7 @@ class _Run:
             max_model_len=facts.max_model_len or self.max_model_len(name),
             capacity=capacity,
         )
+        return server
 
     def max_model_len(self, name: str) -> int:
         """Return the tokens of the longest sequence of a model's server: what the loads need, or the model's limit."""
@@ -250,62 +222,8 @@ class _Run:
 
     def report(self) -> LoadReport:
         """Return the report, with a warning when a waiting server was not idle."""
-        note = distrust_warning(max(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns), "servers")
+        note = self.distrust_warning(turn.idle_cpu_seconds / turn.client_seconds for turn in self.turns)
         return LoadReport(self.options, self.served, tuple(self.turns), self.resident, note, self.environment)
-
-    def _fits(self) -> bool:
-        each = self.ranks * engine_bytes("vllm", 0, self.options.kv_bytes)
-        return sum(each + 2 * c.bytes for c in self.models.values()) + CLIENT_BYTES < available_memory()
-
-
-class _Pool:
-    """The servers of a run: all of them, or the one whose turn it is."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self._servers: dict[str, Server] = {}
-        self._others_gpu_memory: int | None = None
-
-    def __enter__(self) -> _Pool:
-        if not self._run.resident:
-            say("One server is up at a time; each is started when its turn comes.")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with interrupts_deferred():
-            for server in self._servers.values():
-                server.ask_to_end()
-            for server in self._servers.values():
-                server.close()
-
-    def server(self, name: str) -> tuple[Server, list[Server]]:
-        """Return the server of a model, started if necessary, and the others that are up."""
-        if name not in self._servers:
-            for missing in self._run.models if self._run.resident else [name]:
-                self._start(missing)
-        return self._servers[name], [server for other, server in self._servers.items() if other != name]
-
-    def gpu_memory(self) -> int:
-        """Return the bytes of GPU memory that the server has taken since its start; 0 where no GPU reports it.
-
-        vLLM's processes return no GPU memory, so that the memory in use after a turn is the peak.
-        """
-        before = self._others_gpu_memory
-        return 0 if before is None else max(0, (memory_in_use() or 0) - before)
-
-    def _start(self, name: str) -> None:
-        if not self._run.resident:
-            while self._servers:
-                self._servers.popitem()[1].close()
-        say(f"Starting the server of {name}.")
-        checkpoint, verified_by = self._run.models[name], new_server()
-        command = self._run.server_command(name, verified_by)
-        read_once(checkpoint)
-        self._others_gpu_memory = memory_in_use() if self._run.on_gpu else None
-        environment = {**server_environment(), SERVER: verified_by}
-        server = Server(command, str(checkpoint.folder), environment=environment)
-        self._servers[name] = server
-        self._run.add_start(name, server)
 
 
 def read_once(checkpoint: Checkpoint) -> None:

@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from pyprune.runtime.report import Cell, Table
+from pyprune.serving.comparison import precision_text
 from pyprune.serving.load.capacity import NOT_COMPILED
-from pyprune.serving.load.options import Load, LoadOptions, compile_options
+from pyprune.serving.load.options import Load, LoadOptions
 from pyprune.serving.load.results import PERCENTILES, LoadReport, ServedModel
-from pyprune.serving.speed.table import plus_minus, precision_sentence
+from pyprune.serving.speed.table import plus_minus
 from pyprune.serving.stats import named_variables, vllm_release
 from pyprune.serving.vllm.options import given_options, parallel_ranks
 from pyprune.serving.vllm.releases import CPU_SEQUENCES, limits_cpu_sequences
@@ -145,30 +146,14 @@ def _join_models(texts: Mapping[str, str]) -> str:
 
 
 def _mode(report: LoadReport, model: ServedModel) -> str:
-    """Describe how the servers of a model compiled it, by their log, and the options that asked for it."""
-    o = report.options
-    options = compile_options(o.vllm_args)
-    if o.eager:
+    """Describe how the servers of a model compiled it, by their log."""
+    if report.options.eager:
         return "eager (--enforce-eager)"
-    if model.compilation == NOT_COMPILED:
-        why = shlex.join([*options, *_uncompiled_adapters(report)])
-        return f"not compiled: {why}" if why else "not compiled, as vLLM's log says"
-    asked = f"with options: {shlex.join(options)}" if options else f"({_default(o)})"
     if model.compilation is None:
-        return f"not told by vLLM's log; started {asked}"
-    return f"compiled {asked}"
-
-
-def _default(options: LoadOptions) -> str:
-    """Describe compilation without options on the command line; the file of --config may have some."""
-    own = "vLLM's own default"
-    return f"{own}, or what the file of --config says" if "--config" in options.vllm_args else own
-
-
-def _uncompiled_adapters(report: LoadReport) -> list[str]:
-    """Return the option for which vLLM turns compilation off on a CPU, if it was given."""
-    env, is_given = report.environment, given_options(report.options.vllm_args).enable_lora
-    return ["--enable-lora"] if is_given and env["device"] == env["cpu"] else []
+        return "not told by vLLM's log"
+    if model.compilation == NOT_COMPILED:
+        return "not compiled, as vLLM's log says"
+    return "compiled" if report.options.vllm_args else "compiled (vLLM's own default)"
 
 
 def _longest(model: ServedModel) -> str:
@@ -207,19 +192,9 @@ def load_text(report: LoadReport) -> str:
 
 def load_notes(report: LoadReport) -> list[str]:
     """Return the precision of the ratios, if it was asked for, and doubts; one sentence or more each."""
-    notes = [_precision(report), report.note or "", *waiting_notes(report), *_doubts(report)]
+    intervals = {f"{name} ({load})": i for (name, load), i in report.intervals(report.options.loads).items()}
+    notes = [precision_text(intervals, report.options), report.note or "", *waiting_notes(report), *_doubts(report)]
     return [note for note in notes if note]
-
-
-def _precision(report: LoadReport) -> str:
-    o: LoadOptions = report.options
-    found = {
-        f"{name} ({load})": report.interval(name, load)
-        for name in report.models
-        for load in o.loads
-        if name != report.baseline
-    }
-    return precision_sentence(found, o.precision, o.most_repeats) if o.precision else ""
 
 
 def waiting_notes(report: LoadReport) -> list[str]:

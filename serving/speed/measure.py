@@ -6,19 +6,17 @@ tokens each, in tokens/s) and prompt processing (one long prompt, one new token,
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyprune.errors import ConfigError
 from pyprune.runtime.host import available_memory
-from pyprune.runtime.progress import say, track
-from pyprune.runtime.records import append_jsonl
+from pyprune.runtime.progress import say
 from pyprune.serving.checkpoints import Checkpoint, is_gguf, read_checkpoint, read_gguf, refuse_unread_sizes
+from pyprune.serving.comparison import Comparison, check_models, length_problems
 from pyprune.serving.engines import (
     GGUF_FORMAT,
     Engine,
@@ -26,10 +24,8 @@ from pyprune.serving.engines import (
     as_gguf,
     choose_engine,
     engine_bytes,
-    let_settle,
     measured_environment,
 )
-from pyprune.serving.speed.precision import Interval, paired_interval, rounds
 from pyprune.serving.speed.results import (
     COLUMNS,
     SHORT_PROMPT_TOKENS,
@@ -38,14 +34,11 @@ from pyprune.serving.speed.results import (
     Sample,
     SpeedReport,
     Workload,
-    speeds,
 )
 from pyprune.serving.stats import environment_record, median
 from pyprune.serving.widths import KV_BLOCK_TOKENS, head_channels
 
 DTYPE = Workload.dtype
-IDLE_SHARE = 0.05
-"""Share of a turn's wall time in CPU time of the waiting engines above which the report warns."""
 
 
 def measure(
@@ -118,7 +111,7 @@ def measure(
             for name, source in models.items()
         }
         run = _Run(chosen, workload, opened, jsonl)
-        run.take()
+        run.take(f"timing with {chosen}")
         return run.report(note)
 
 
@@ -141,15 +134,16 @@ def workload_of(
     """
     workload = Workload(**options) if prompt_tokens is None else Workload(prompt_tokens=prompt_tokens, **options)
     workload.validate()
-    if not models:
-        raise ConfigError("No model to measure was given; name at least one checkpoint folder.")
+    check_models(models)
     chosen, _ = choose_engine(engine)
     _check_format(chosen, workload.dtype, quantise)
     limits = {name: _max_length(chosen, source) for name, source in models.items()}
     shortest = min((limit for limit in limits.values() if limit is not None), default=workload.max_length)
     if prompt_tokens is None and 1 < shortest <= workload.prompt_tokens:
         workload = replace(workload, prompt_tokens=shortest - 1)  # one token is generated
-    _check_lengths(limits, workload)
+    w = workload
+    if problems := length_problems(limits, w.max_length, "workload", w.prompt_tokens, w.new_tokens):
+        raise ConfigError(problems)
     return workload
 
 
@@ -197,144 +191,42 @@ def _open(engine: EngineName, source: str | Path, written: str | None, quantise:
     return _Source(checkpoint.folder, replace(read_gguf(Path(file)), parameters=checkpoint.parameters))
 
 
-def _check_lengths(limits: Mapping[str, int | None], workload: Workload) -> None:
-    problems = [
-        f"{name} reads at most {limit} tokens, the workload needs {workload.max_length}; lower prompt_tokens "
-        f"({workload.prompt_tokens}) or new_tokens ({workload.new_tokens})."
-        for name, limit in limits.items()
-        if limit is not None and limit < workload.max_length
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-class _Run:
-    """State of one measurement: the engines, the samples so far and the file that they are written to."""
+class _Run(Comparison):
+    """State of one measurement: the engines, and the samples so far."""
 
     def __init__(self, engine: EngineName, workload: Workload, models: dict[str, _Source], jsonl: Path | None) -> None:
-        self.engine = engine
-        self.workload = workload
-        self.models = models
-        self.jsonl = jsonl
-        self.vocab_size = min(model.checkpoint.vocab_size for model in models.values())
-        self.load_seconds: dict[str, list[float]] = {name: [] for name in models}
-        self.memory: dict[str, int] = {}
-        self.samples: list[Sample] = []
-        self.environment = environment_record(variables=measured_environment())
-        self.id = uuid.uuid4().hex[:12]
+        checkpoints = [model.checkpoint for model in models.values()]
+        resident = len(models) == 1 or fits_in_memory(engine, checkpoints, workload)
+        if not resident:
+            say("One engine at a time, because of memory: each turn loads its own.")
+        environment = environment_record(variables=measured_environment())
+        super().__init__(engine, "engines", jsonl, environment, models, resident=resident)
+        self.name, self.workload, self.models = engine, workload, models
+        self.vocab_size = min(checkpoint.vocab_size for checkpoint in checkpoints)
 
-    def take(self) -> None:
-        """Take every sample, column by column, repeat by repeat, model by model."""
-        with ExitStack() as stack:
-            pool = stack.enter_context(_Pool(self))
-            for column, repeat, name in track(self._turns(), f"timing with {self.engine}"):
-                self._record(self._turn(pool, column, repeat, name))
-
-    def _turns(self) -> Iterator[tuple[Column, int, str]]:
-        """Yield every turn to take; earlier samples decide how many follow."""
-        w = self.workload
+    def plan(self) -> Iterator[tuple[Column, int, str]]:
+        """Yield column by column, repeat by repeat, model by model."""
         for column in COLUMNS:
-            for repeat in rounds(w.repeats, w.most_repeats, w.precision, partial(self._intervals, column)):
+            for repeat in self.workload.rounds(self.report, [column]):
                 for name in self.models:
                     yield column, repeat, name
 
-    def _intervals(self, column: Column) -> list[Interval | None]:
-        baseline, *others = self.models
-        return [paired_interval(speeds(self.samples, column), baseline, name) for name in others]
-
-    def _turn(self, pool: _Pool, column: Column, repeat: int, name: str) -> Sample:
+    def turn(self, column: Column, repeat: int, name: str) -> Sample:
+        """Time one request."""
         prompts = self.workload.prompts(column, repeat, self.vocab_size)
-        with pool.awake(name) as (engine, others):
-            before = sum(other.cpu_seconds() for other in others)
-            seconds, tokens = engine.generate(prompts, self.workload.new_tokens_of(column))
-            idle = sum(other.cpu_seconds() for other in others) - before
-            self.memory[name] = max(self.memory.get(name, 0), engine.peak_memory_bytes())
+        new_tokens = self.workload.new_tokens_of(column)
+        (seconds, tokens), _, idle = self.measure(name, lambda engine: engine.generate(prompts, new_tokens))
         if column == "prompt":
             tokens = self.workload.prompt_tokens
-        return Sample(name, column, repeat, len(self.samples), seconds, tokens, idle)
+        return Sample(name, column, repeat, len(self.turns), seconds, tokens, idle)
 
-    def _record(self, sample: Sample) -> None:
-        self.samples.append(sample)
-        if self.jsonl is None:
-            return
-        record = {
-            "run": self.id,
-            "engine": self.engine,
-            **asdict(sample),
-            "tokens_per_second": sample.tokens_per_second,
-            "checkpoint": asdict(self._model(sample.model)),
-            "workload": asdict(self.workload),
-            "environment": self.environment,
-        }
-        append_jsonl(self.jsonl, [record])
+    def facts(self, turn: Sample) -> dict[str, Any]:
+        """See :meth:`Comparison.facts`."""
+        return {"checkpoint": asdict(self._model(turn.model)), "workload": asdict(self.workload)}
 
-    def _model(self, name: str) -> MeasuredModel:
-        model = self.models[name]
-        c, loads = model.checkpoint, self.load_seconds[name]
-        sizes = (c.architecture, c.parameters, c.bytes, c.format or self.workload.dtype)
-        return MeasuredModel(str(model.source), *sizes, median(loads) if loads else None, self.memory.get(name) or None)
-
-    def report(self, note: str | None) -> SpeedReport:
-        """Return the report, with a warning when a waiting engine was not idle."""
-        warning = distrust_warning(max(s.idle_cpu_seconds / s.seconds for s in self.samples), "engines")
-        if warning:
-            note = f"{note} {warning}" if note else warning
-        models = {name: self._model(name) for name in self.models}
-        return SpeedReport(self.engine, note, self.workload, models, tuple(self.samples), self.environment)
-
-
-def distrust_warning(busy: float, what: str) -> str | None:
-    """Return the warning where those that waited were not idle; None where they were.
-
-    Args:
-        busy: CPU seconds of the others for each second of a turn, at most.
-        what: engines or servers.
-    """
-    if busy <= IDLE_SHARE:
-        return None
-    return f"Waiting {what} used up to {busy:.0%} of a CPU while another was measured; distrust these figures."
-
-
-class _Pool:
-    """The engines of a run: all loaded at once where memory allows, else one at a time, reloaded every turn."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self._engines: dict[str, Engine] = {}
-        self._resident = len(run.models) == 1 or fits_in_memory(run)
-
-    def __enter__(self) -> _Pool:
-        if self._resident:
-            try:
-                for name in track(list(self._run.models), "loading engines"):
-                    self._engines[name] = self._start(name)
-            except BaseException:
-                self.__exit__()
-                raise
-        else:
-            say("One engine at a time, because of memory: each turn loads its own.")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for engine in self._engines.values():
-            engine.close()
-
-    @contextmanager
-    def awake(self, name: str) -> Iterator[tuple[Engine, list[Engine]]]:
-        """Give the warmed engine of ``name`` and the others, which are idle."""
-        if self._resident:
-            let_settle(len(self._engines) - 1, self._run.engine)
-            yield self._engines[name], [e for n, e in self._engines.items() if n != name]
-            return
-        engine = self._start(name)
-        try:
-            yield engine, []
-        finally:
-            engine.close()
-
-    def _start(self, name: str) -> Engine:
-        workload = self._run.workload
-        checkpoint = self._run.models[name].checkpoint
+    def start(self, name: str) -> Engine:
+        """Load a model and take one warm-up turn of each column."""
+        workload, checkpoint = self.workload, self.models[name].checkpoint
         options = {
             "model": str(checkpoint.folder),
             "dtype": workload.dtype,
@@ -343,20 +235,30 @@ class _Pool:
             "max_sequences": workload.batch_size,
             "kv_cache_bytes": kv_cache_bytes(checkpoint.config, workload),
         }
-        engine = Engine(self._run.engine, options)
-        self._run.load_seconds[name].append(engine.load_seconds)
+        engine = Engine(self.name, options)
         try:
             for column in COLUMNS:
-                prompts = workload.prompts(column, -1, self._run.vocab_size)
+                prompts = workload.prompts(column, -1, self.vocab_size)
                 engine.generate(prompts, workload.new_tokens_of(column))
         except BaseException:
             engine.close()
             raise
-        if engine.device:
-            self._run.environment["device"] = engine.device
-        if engine.build:
-            self._run.environment["engine_build"] = engine.build
+        reported = {"device": engine.device, "engine_build": engine.build}
+        self.environment |= {key: value for key, value in reported.items() if value}
         return engine
+
+    def _model(self, name: str) -> MeasuredModel:
+        model = self.models[name]
+        c, loads = model.checkpoint, self.load_seconds[name]
+        sizes = (c.architecture, c.parameters, c.bytes, c.format or self.workload.dtype)
+        return MeasuredModel(str(model.source), *sizes, median(loads) if loads else None, self.memory.get(name) or None)
+
+    def report(self, note: str | None = None) -> SpeedReport:
+        """Return the report, with a warning when a waiting engine was not idle."""
+        warning = self.distrust_warning(s.idle_cpu_seconds / s.seconds for s in self.turns)
+        note = " ".join(filter(None, (note, warning))) or None
+        models = {name: self._model(name) for name in self.models}
+        return SpeedReport(self.engine, note, self.workload, models, tuple(self.turns), self.environment)
 
 
 def kv_cache_bytes(config: Mapping[str, Any], workload: Workload) -> int:
@@ -394,10 +296,9 @@ def fills_gpu(engine: EngineName) -> bool:
     return engine != "llamacpp" and torch.cuda.is_available()
 
 
-def fits_in_memory(run: _Run) -> bool:
-    """Check whether all engines may be loaded at once."""
-    if fills_gpu(run.engine):
+def fits_in_memory(engine: EngineName, checkpoints: Iterable[Checkpoint], workload: Workload) -> bool:
+    """Check whether the engines of all checkpoints may be loaded at once."""
+    if fills_gpu(engine):
         return False
-    checkpoints = [model.checkpoint for model in run.models.values()]
-    needs = (engine_bytes(run.engine, c.bytes, kv_cache_bytes(c.config, run.workload)) for c in checkpoints)
+    needs = (engine_bytes(engine, c.bytes, kv_cache_bytes(c.config, workload)) for c in checkpoints)
     return sum(needs) < available_memory()

@@ -3,83 +3,40 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pyprune.config.base import LARGEST_SEED
-from pyprune.errors import ConfigError, shown
-from pyprune.serving.speed.precision import Interval, most_repeats, paired_interval, precision_problems
+from pyprune.serving.comparison import TurnOptions, TurnReport
 from pyprune.serving.stats import mad, median
 
 Column = Literal["generation", "prompt"]
 COLUMNS: tuple[Column, ...] = ("generation", "prompt")
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes in which an engine may compute."""
 SHORT_PROMPT_TOKENS = 16
 """Prompts of the generation column have 1 to this many random tokens."""
 FIRST_TOKEN_ID = 3
 """Ids below this are special tokens in most vocabularies."""
 
 
-def invalid_options(counts: Mapping[str, int], dtype: str, seed: int) -> list[str]:
-    """Return the errors in options that every measurement of speed has, one sentence each.
-
-    Args:
-        counts: name -> number that must be at least 1.
-        dtype: of weights and activations.
-        seed: of prompts, and of engines.
-    """
-    problems = [f"{name} is {value}; it must be at least 1." for name, value in counts.items() if value < 1]
-    problems += seed_problems(seed)
-    if dtype not in DTYPES:
-        problems.append(f"dtype is {dtype!r}; it must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}.")
-    return problems
-
-
-def seed_problems(seed: int) -> list[str]:
-    """Return the errors in a seed, which engines take too."""
-    within = 0 <= seed <= LARGEST_SEED
-    return [] if within else [f"seed is {shown(str(seed))}; it must be between 0 and {LARGEST_SEED}."]
-
-
 @dataclass(frozen=True)
-class Workload:
+class Workload(TurnOptions):
     """The prompts and turns that are timed.
 
     Attributes:
         batch_size: prompts in one generation request.
         new_tokens: tokens generated for each of them.
         prompt_tokens: length in tokens of the prompt-processing prompt.
-        repeats: timed turns of each model and column, after one warm-up turn; with ``precision`` the least number.
         dtype: of weights and activations; llama.cpp has its own (:attr:`MeasuredModel.format`).
-        seed: of the random prompts; both models get the same ones, every repeat another set.
-        precision: a column goes on until the 95 % interval of every model's ratio to the first one is no wider than
-            this share of the ratio (0.02 = 2 %); 0 = exactly ``repeats`` turns.
-        max_repeats: the most turns of a column; None = 10, or ``repeats`` where that is more.
     """
 
     batch_size: int = 64
     new_tokens: int = 128
     prompt_tokens: int = 2048
-    repeats: int = 3
-    dtype: str = "bfloat16"
-    seed: int = 0
-    precision: float = 0.0
-    max_repeats: int | None = None
 
-    def validate(self) -> None:
-        """Raise :class:`ConfigError` with every invalid option."""
-        counts = {name: getattr(self, name) for name in ("batch_size", "new_tokens", "prompt_tokens", "repeats")}
-        problems = invalid_options(counts, self.dtype, self.seed)
-        problems += precision_problems(self.repeats, self.precision, self.max_repeats)
-        if problems:
-            raise ConfigError(problems)
-
-    @property
-    def most_repeats(self) -> int:
-        """The most turns of a column."""
-        return most_repeats(self.repeats, self.precision, self.max_repeats)
+    def problems(self, **counts: int) -> list[str]:
+        """See :meth:`TurnOptions.problems`."""
+        names = ("batch_size", "new_tokens", "prompt_tokens")
+        return super().problems(**{name: getattr(self, name) for name in names}, **counts)
 
     @property
     def max_length(self) -> int:
@@ -171,7 +128,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class SpeedReport:
+class SpeedReport(TurnReport):
     """Every sample of a run and the summaries the table needs. The first model is the baseline.
 
     Attributes:
@@ -190,11 +147,6 @@ class SpeedReport:
     samples: tuple[Sample, ...]
     environment: dict[str, Any]
 
-    @property
-    def baseline(self) -> str:
-        """Name of the model that the others are compared with."""
-        return next(iter(self.models))
-
     def tokens_per_second(self, model: str) -> Summary:
         """Generation throughput in tokens/s."""
         return summary([s.tokens_per_second for s in self._of(model, "generation")])
@@ -211,12 +163,9 @@ class SpeedReport:
         """The papers' Speedup: the baseline's median prompt latency over the model's."""
         return self.latency_ms(self.baseline).median / self.latency_ms(model).median
 
-    def interval(self, model: str, column: Column) -> Interval | None:
-        """The 95 % interval of TI (generation) or Speedup (prompt), from the ratios of paired turns.
-
-        None for the baseline, and for fewer than two turns.
-        """
-        return None if model == self.baseline else paired_interval(speeds(self.samples, column), self.baseline, model)
+    def speeds(self, workload: Column) -> dict[tuple[str, int], float]:
+        """Return (model, repeat) -> tokens/s of every turn of a column; their ratios are TI and Speedup."""
+        return {(s.model, s.repeat): s.tokens_per_second for s in self.samples if s.column == workload}
 
     def pruning_ratio(self, model: str) -> float:
         """Share of the baseline's parameters that was removed, in [0, 1)."""
@@ -245,11 +194,6 @@ class SpeedReport:
 
     def _of(self, model: str, column: Column) -> list[Sample]:
         return [s for s in self.samples if s.model == model and s.column == column]
-
-
-def speeds(samples: Sequence[Sample], column: Column) -> dict[tuple[str, int], float]:
-    """Return (model, repeat) -> tokens/s of every turn of a column."""
-    return {(s.model, s.repeat): s.tokens_per_second for s in samples if s.column == column}
 
 
 def summary(values: Sequence[float]) -> Summary:

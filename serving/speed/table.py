@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pyprune.runtime.report import Cell, Table
-from pyprune.serving.speed.precision import Interval
+from pyprune.serving.comparison import precision_text
 from pyprune.serving.speed.results import COLUMNS, MeasuredModel, SpeedReport, Summary, Workload
 from pyprune.serving.stats import named_variables, vllm_release
 
@@ -87,41 +87,8 @@ def conditions(report: SpeedReport) -> str:
     )
     if variables := named_variables(env):
         text += f" Set in the environment: {variables}."
-    return "\n".join(line for line in (text, _precision(report), report.note) if line)
-
-
-def _precision(report: SpeedReport) -> str:
-    """Report the interval of every ratio, and whether it is as narrow as was asked; "" where nothing was asked."""
-    intervals = {
-        f"{RATIOS[column]} of {name}": report.interval(name, column)
-        for name in report.models
-        for column in COLUMNS
-        if name != report.baseline
-    }
-    w = report.workload
-    return precision_sentence(intervals, w.precision, w.most_repeats) if w.precision else ""
-
-
-def precision_sentence(intervals: Mapping[str, Interval | None], precision: float, most: int) -> str:
-    """Report the interval of every ratio, and which of them are wider than was asked.
-
-    Args:
-        intervals: name of a ratio -> its interval; None where one turn was taken.
-        precision: the width that was asked for, as a share of the ratio.
-        most: the most turns that were allowed.
-    """
-    if not intervals:
-        return ""
-    known = {name: interval for name, interval in intervals.items() if interval is not None}
-    wide = [name for name in intervals if name not in known or known[name].width > precision]
-    ranges = [f"{name} {i.low:.3f} to {i.high:.3f} ({i.width:.1%} wide)" for name, i in known.items()]
-    listed = f"95 % intervals from paired turns: {', '.join(ranges)}. " if ranges else ""
-    if not wide:
-        return f"{listed}None is wider than {100 * precision:g} % of its ratio, as was asked."
-    return (
-        f"{listed}Wider than the {100 * precision:g} % that were asked for, with at most {most} turns each: "
-        f"{', '.join(wide)}. Allow more turns (--max-repeats), or let nothing else run meanwhile."
-    )
+    intervals = {f"{RATIOS[column]} of {name}": i for (name, column), i in report.intervals(COLUMNS).items()}
+    return "\n".join(line for line in (text, precision_text(intervals, w), report.note) if line)
 
 
 def _engine(report: SpeedReport) -> str:

@@ -27,9 +27,9 @@ from pyprune.fit.sizes import MULTIPLES
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import resolve_device
 from pyprune.runtime.progress import say
+from pyprune.serving.comparison import DTYPES, seed_problems
 from pyprune.serving.engines import GGUF_FORMAT, EngineName, choose_engine
 from pyprune.serving.gguf.blocks import FORMATS
-from pyprune.serving.speed.results import DTYPES, seed_problems
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -21,6 +21,7 @@ from pyprune.checkpoint.verify import SERVER
 from pyprune.cli.base import INTERRUPTED_CODE
 from pyprune.config.base import LARGEST_SEED
 from pyprune.errors import ConfigError
+from pyprune.serving import comparison
 from pyprune.serving.checkpoints import Hub, read_checkpoint
 from pyprune.serving.engines import COMMAND_TIMEOUT_S, EngineError
 from pyprune.serving.load import run as load_run
@@ -30,7 +31,6 @@ from pyprune.serving.load.options import (
     DEFAULT_LOADS,
     Load,
     LoadOptions,
-    compile_options,
     owned_problems,
     parse_loads,
     parse_slo,
@@ -40,7 +40,6 @@ from pyprune.serving.load.run import measure_serving
 from pyprune.serving.load.server import Server, server_environment
 from pyprune.serving.load.table import load_conditions, load_text, server_table, waiting_notes
 from pyprune.serving.load.tradeoff import load_tradeoff
-from pyprune.serving.speed import measure as measuring
 from pyprune.serving.stats import SPEED_VARIABLES
 from pyprune.serving.vllm.options import parallel_ranks
 from pyprune.serving.widths import token_bytes
@@ -675,12 +674,9 @@ def test_an_interrupted_bench_says_where_its_turns_are(
 
 MODES = [
     ((), "DYNAMO_TRACE_ONCE", "compiled (vLLM's own default)"),
-    (("-O0",), "NONE", "not compiled: -O0"),
-    (("--enable-lora", "--max-loras", "2"), "NONE", "not compiled: --enable-lora"),
-    (("--enable-lora",), "VLLM_COMPILE", "compiled (vLLM's own default)"),
-    (("--max-num-seqs", "8"), "NONE", "not compiled, as vLLM's log says"),
-    (("-cc.backend", "eager"), "DYNAMO_TRACE_ONCE", "compiled with options: -cc.backend eager"),
-    (("-O1",), None, "not told by vLLM's log; started with options: -O1"),
+    (("-O0",), "NONE", "not compiled, as vLLM's log says"),
+    (("-cc.backend", "eager"), "DYNAMO_TRACE_ONCE", "compiled"),
+    (("-O1",), None, "not told by vLLM's log"),
 ]
 
 
@@ -694,13 +690,10 @@ def test_the_mode_is_the_one_that_the_log_tells(
     assert report.to_dict()["models"]["pruned"]["compilation"] == logged
 
 
-def test_adapters_keep_only_a_cpu_from_compiling(
-    fake: FakeServers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load_run, "accelerator_name", lambda: "a GPU")
-    fake.compilation = dict.fromkeys(folders, "NONE")
-    options = replace(SMALL, repeats=1, vllm_args=("-O0", "--enable-lora"))
-    assert load_conditions(measured(folders, options))["mode"] == "not compiled: -O0"
+def test_modes_that_differ_are_told_for_each_model(fake: FakeServers, folders: dict[str, Path]) -> None:
+    fake.compilation = {"dense": "DYNAMO_TRACE_ONCE", "pruned": "NONE"}
+    mode = load_conditions(measured(folders, replace(SMALL, repeats=1)))["mode"]
+    assert mode == "dense: compiled (vLLM's own default); pruned: not compiled, as vLLM's log says"
 
 
 def test_what_a_server_takes_of_a_gpu_is_told_beside_what_was_in_use_before(
@@ -719,42 +712,6 @@ def test_what_a_server_takes_of_a_gpu_is_told_beside_what_was_in_use_before(
     assert "key-value cache and all" in table.note
     monkeypatch.setattr(load_run, "accelerator_name", lambda: None)
     assert "GPU memory (MB)" not in server_table(measured(folders, replace(SMALL, repeats=1))).columns
-
-
-def test_a_file_that_sets_the_mode_is_no_default(fake: FakeServers, folders: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "file.yaml"
-    options = replace(SMALL, repeats=1, vllm_args=("--config", str(path)))
-    path.write_text("optimization_level: 0\n")
-    fake.compilation = dict.fromkeys(folders, "NONE")
-    assert load_conditions(measured(folders, options))["mode"] == "not compiled: --optimization-level 0"
-    path.write_text("compilation-config:\n  cudagraph_mode: NONE\n")
-    fake.compilation = {"dense": "DYNAMO_TRACE_ONCE", "pruned": "NONE"}
-    given = """--compilation-config '{"cudagraph_mode": "NONE"}'"""
-    assert load_conditions(measured(folders, options))["mode"] == (
-        f"dense: compiled with options: {given}; pruned: not compiled: {given}"
-    )
-    path.write_text("max-num-seqs: 4\n")
-    assert load_conditions(measured(folders, options))["mode"] == (
-        "dense: compiled (vLLM's own default, or what the file of --config says); pruned: not compiled, as vLLM's log "
-        "says"
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("", []),
-        ("--max-num-seqs 8 --config-format hf", []),
-        ("-O 0 --max-num-seqs 8", ["-O", "0"]),
-        ("-O=1 --seed 3", ["-O=1"]),
-        ("--optimization_level 2", ["--optimization-level", "2"]),
-        ("--optimization=2 x", ["--optimization=2"]),
-        ('-cc {"mode":0} -tp 2', ["-cc", '{"mode":0}']),
-        ("--compilation-config.mode=none -O1", ["--compilation-config.mode=none", "-O1"]),
-    ],
-)
-def test_options_that_say_how_vllm_compiles_are_found(given: str, found: list[str]) -> None:
-    assert compile_options(given.split()) == found
 
 
 def test_conditions_name_the_longest_sequence_and_the_environment(
@@ -921,7 +878,7 @@ def test_turns_go_on_until_the_interval_is_narrow_or_the_most_is_reached(
 def test_the_command_says_and_keeps_everything(
     fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "IDLE_SHARE", -1.0)
+    monkeypatch.setattr(comparison, "IDLE_SHARE", -1.0)
     fake.noise = (1.0, 1.1)
     out, samples = tmp_path / "a.json", tmp_path / "a.jsonl"
     result = run(

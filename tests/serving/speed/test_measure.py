@@ -21,6 +21,7 @@ from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError
 from pyprune.families import count_parameters
 from pyprune.serving import engines
 from pyprune.serving.checkpoints import read_checkpoint
+from pyprune.serving.comparison import ratio_interval
 from pyprune.serving.engines import (
     Engine,
     EngineError,
@@ -28,8 +29,7 @@ from pyprune.serving.engines import (
     group_cpu_seconds,
 )
 from pyprune.serving.speed.measure import fits_in_memory, measure, workload_of
-from pyprune.serving.speed.precision import ratio_interval
-from pyprune.serving.speed.results import SpeedReport
+from pyprune.serving.speed.results import SpeedReport, Workload
 from pyprune.serving.speed.table import conditions, speed_table
 from pyprune.serving.speed.worker import VllmRunner
 from tests._support.models import tiny_model
@@ -108,6 +108,8 @@ class PacedEngine:
 
     def peak_memory_bytes(self) -> int:
         return 1
+
+    def ask_to_end(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -317,8 +319,8 @@ def test_unknown_engine() -> None:
 def test_on_a_gpu_engines_do_not_share_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of two vLLM engines would find no memory; llama.cpp runs on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not fits_in_memory(SimpleNamespace(engine="vllm", models={}))
-    assert fits_in_memory(SimpleNamespace(engine="llamacpp", models={}))
+    assert not fits_in_memory("vllm", [], Workload())
+    assert fits_in_memory("llamacpp", [], Workload())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
