@@ -93,7 +93,7 @@ class Layout:
     """The tables of a grid.
 
     Attributes:
-        lines: fields that name a line; "*" = all others.
+        lines: fields that name a line.
         columns: are made from the rows of a table.
         order: sorts the rows.
         section: field that has one value in a table; rows where it is empty are part of every table.
@@ -197,11 +197,7 @@ class Grid:
         cases = {digest([bench.setting, case.fields, case.identity])[:16]: case for case in bench.cases()}
         todo = [(key, case) for key, case in cases.items() if key not in records.of(self.name)]
         say(f"{len(cases)} cases, {len(cases) - len(todo)} of them in {records.path} already")
-        environment = {
-            name: value
-            for name, value in environment_record(getattr(bench, "accelerator", None)).items()
-            if name not in ("cpu", "system")
-        }
+        environment = {name: value for name, value in environment_record().items() if name not in ("cpu", "system")}
         for number, (key, case) in enumerate(todo, start=1):
             say(f"[{number}/{len(todo)}] {case.label}")
             row: Json = {"kind": self.name, "key": key, "case": case.fields, "setting": bench.setting, "error": ""}
@@ -266,9 +262,7 @@ def show(rows: Sequence[Json], layout: Layout) -> str:
 
 
 def _table(rows: Sequence[Json], layout: Layout) -> str:
-    others = sorted({name for row in rows for name in row["case"]} - set(layout.lines))
-    names = [name for line in layout.lines for name in (others if line == "*" else [line])]
-    columns = layout.columns(rows)
+    names, columns = layout.lines, layout.columns(rows)
     lines = []
     for line in _group(rows, lambda row: [row["case"].get(name) for name in names]):
         heads = [line[0]["case"].get(name) for name in names]
