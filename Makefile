@@ -10,7 +10,7 @@
 # make wheel    the wheel for this Python in dist/, tried where there is no compiler
 # make lint     ruff, mypy, which folder may import which, hadolint and shellcheck
 # make bench-ops  the kernels against their memory ceiling
-# make bench-optimizer  whole training steps, their memory, and streamed compaction on SmolLM2-135M
+# make bench-optimizer  whole training steps and their memory on SmolLM2-135M
 # make gpu-card  on one GPU, within 40 minutes: kernels, bandwidth, whole steps at 7B shapes, dense and pruned in vLLM
 # make releases the contract of every family on the oldest and newest Transformers, torch, PEFT and so on: 2 GB each
 # make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
@@ -131,7 +131,6 @@ bench-ops: setup
 
 bench-optimizer: setup
 	$(PY) -m bench.training.train_step
-	$(PY) -m bench.training.train_step --compaction
 
 # Not after `setup`: a machine with a GPU has a torch for it, and often no network. Where there is no complete
 # environment, the packages of PYTHON serve, to which only pyprune itself is added. CARD="--parts kernels" runs one part.

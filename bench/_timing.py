@@ -1,4 +1,4 @@
-"""Interleaved timing, peaks of memory and targets, for kernels and training."""
+"""Interleaved timing and peaks of memory, for kernels and training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 
 from pyprune.ops import available_isas
 from pyprune.runtime.records import append_jsonl
-from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.stats import environment_record, mad, median
 
 CEILING = "ceiling"
@@ -62,8 +61,10 @@ class Case:
 
     @property
     def share(self) -> float | None:
-        """Ratio of the ceiling's time to this one's."""
-        return quotient(self.ceiling, self)
+        """Ratio of the ceiling's time to this one's: the median over the rounds, because a machine's speed drifts."""
+        if self.ceiling is None:
+            return None
+        return median([ceiling / own for ceiling, own in zip(self.ceiling.samples, self.samples, strict=True)])
 
     @property
     def speed(self) -> float:
@@ -187,19 +188,6 @@ def find(cases: Iterable[Case], op: str, dtype: str, variant: str, implementatio
     return next((c for c in cases if (c.op, c.dtype, c.variant, c.implementation) == name), None)
 
 
-def quotient(above: Case | None, below: Case | None) -> float | None:
-    """Return how many times longer the first takes, or None.
-
-    It is the median of each round's ratio: the speed of a shared machine's memory changes more between rounds than
-    within one.
-    """
-    if above is None or below is None:
-        return None
-    if len(above.samples) != len(below.samples):  # from separate runs
-        return above.median / below.median
-    return median([a / b for a, b in zip(above.samples, below.samples, strict=True)])
-
-
 def conditions(device: torch.device) -> dict[str, object]:
     """Return the machine and the versions that a figure depends on."""
     return {
@@ -212,51 +200,3 @@ def conditions(device: torch.device) -> dict[str, object]:
 def keep(path: Path, cases: Iterable[Case], about: dict[str, object]) -> None:
     """Append a summary of every case to the results file."""
     append_jsonl(path, ({**about, **case.record()} for case in cases))
-
-
-@dataclass(frozen=True)
-class Target:
-    """A limit and a measured figure.
-
-    Attributes:
-        name: of the figure.
-        limit: the limit.
-        measured: None if it was not measured in this run.
-        at_least: whether ``limit`` is a lower limit.
-        note: why a limit cannot be reached, or which case was the worst.
-    """
-
-    name: str
-    limit: float
-    measured: float | None
-    at_least: bool = True
-    note: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """Met, missed or not measured."""
-        if self.measured is None:
-            return "not measured"
-        return "met" if (self.measured >= self.limit) == self.at_least or self.measured == self.limit else "missed"
-
-
-def worst(name: str, limit: float, ratios: dict[str, float], *, at_least: bool = True, note: str = "") -> Target:
-    """Return a target that must hold for every case: it has the figure and the name of the worst one."""
-    if not ratios:
-        return Target(name, limit, None, at_least, note)
-    case = (min if at_least else max)(ratios, key=lambda key: ratios[key])
-    return Target(name, limit, ratios[case], at_least, "; ".join(filter(None, (f"worst: {case}", note))))
-
-
-def print_targets(targets: Sequence[Target]) -> None:
-    """One line a target."""
-    rows = tuple(
-        (
-            target.name,
-            f"{'at least' if target.at_least else 'at most'} {target.limit:.2f}",
-            None if target.measured is None else f"{target.measured:.2f}",
-            target.verdict + (f" ({target.note})" if target.note else ""),
-        )
-        for target in targets
-    )
-    print("\n" + markdown_table(Table("Targets", ("target", "limit", "measured", "verdict"), rows)))

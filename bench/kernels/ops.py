@@ -11,9 +11,9 @@ caches hold in part. On a CPU other data therefore fills the caches before each 
 them come from memory; on a GPU --selected 1 does that.
 
 All implementations of an op, in all dtypes, are interleaved; arrays are freed after each op. A summary of each case is
-appended to bench/results/ops.jsonl. The table shows medians with their median absolute deviation; shares and ratios are
-medians over the rounds, and the targets come last. An op whose kernel disagrees with the reference, in any of the timed
-modes, is not timed; the others are, and the exit status is 1.
+appended to bench/results/ops.jsonl. The table shows medians with their median absolute deviation; shares of a ceiling
+are medians over the rounds. An op whose kernel disagrees with the reference, in any of the timed modes, is not timed;
+the others are, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,161 +21,31 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from bench._timing import (
-    CEILING,
-    Case,
-    Target,
-    conditions,
-    find,
-    interleave,
-    keep,
-    last_level_cache,
-    print_targets,
-    quotient,
-    release,
-    worst,
-)
+from bench._timing import CEILING, Case, conditions, find, interleave, keep, last_level_cache, release
 from bench.kernels.ops_cases import OPS, cases
-from bench.kernels.ops_setting import AXES, DTYPES, ONE_THREAD, Setting
+from bench.kernels.ops_setting import DTYPES, Setting
 from pyprune.runtime.report import Table, markdown_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "ops.jsonl"
 SELECTED = ("group_penalty", "group_soft_threshold")
 """The ops that work on a selection of the groups."""
-JUDGED = (("moreau_step",), SELECTED, ("regularised_adamw",))
-"""The ops that have targets; those of one tuple share theirs."""
-COLUMN_NOTES = {
-    ("moreau_step",): "norms first: 5 array passes instead of 3 make 1.67 at equal bandwidth",
-    SELECTED: "norms first: l2 reads the weights once more than rows, which find theirs in the core's cache: 3 array "
-    "passes instead of 2 make 1.5 for the soft-threshold, 4 instead of 3 make 1.33 for the penalty",
-}
-"""Why columns of a matrix beyond the caches cannot be as fast as rows."""
-CEILING_NOTES = {("moreau_step",): "two sums of squares in float64 beside the streams"}
-"""Work of an op that its ceiling does not do."""
-DTYPE_NOTES = {("regularised_adamw",): "22 bytes an element instead of 28 allow 1.27; 8-bit moments 10 instead of 16"}
-"""Why bfloat16 cannot be 1.6 times as fast."""
-
-
-def kernel_cases(all_cases: Iterable[Case], setting: Setting, ops: Sequence[str], dtype: str) -> list[Case]:
-    """The kernel's cases of these ops on one dtype."""
-    return [c for c in all_cases if c.op in ops and c.dtype == dtype and c.implementation == setting.kernel]
-
-
-def judged_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Judge the ops with targets: share of the ceiling, bfloat16 over float32, and columns over rows (in float32)."""
-    shares, rates, ratios = [], [], []
-    rows, columns = AXES
-    for ops in JUDGED:
-        wide = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "float32")}
-        narrow = {(c.op, c.variant): c for c in kernel_cases(all_cases, setting, ops, "bfloat16")}
-        # Column groups have a target of their own.
-        others = {key: case for key, case in wide.items() if "column" not in case.variant}
-        share = {" ".join(key): case.share for key, case in others.items()}
-        shares.append(_worst(ops, "float32, share of the ceiling", 0.9, share, CEILING_NOTES))
-        rate = {" ".join(key): quotient(case, narrow.get(key)) for key, case in others.items()}
-        rates.append(_worst(ops, "rate of bfloat16 over float32", 1.6, rate, DTYPE_NOTES))
-        pairs = {
-            f"{op} {variant}": (case, wide.get((op, variant.replace(columns, rows))))
-            for (op, variant), case in wide.items()
-            if variant.startswith(columns)
-        }
-        ratio = {name: quotient(*pair) for name, pair in pairs.items()}
-        # Pieces of rows are slower to read than whole ones, for any kernel.
-        ceilings = [(case.ceiling, over.ceiling) for case, over in pairs.values() if over is not None]
-        probes = [quotient(*pair) or 0.0 for pair in ceilings if pair[0] is not pair[1]]
-        note = f"; the ceilings themselves: {max(probes):.2f} at most" if any(probes) else ""
-        ratios.append(_worst(ops, "columns over rows", 1.5, ratio, COLUMN_NOTES, note, at_least=False))
-    return [*shares, *rates, *ratios]
-
-
-def _worst(
-    ops: Sequence[str],
-    figure: str,
-    limit: float,
-    ratios: Mapping[str, float | None],
-    notes: Mapping[tuple[str, ...], str],
-    more: str = "",
-    at_least: bool = True,
-) -> Target:
-    measured = {name: ratio for name, ratio in ratios.items() if ratio is not None}
-    note = notes.get(tuple(ops), "") + more
-    return worst(f"{', '.join(ops)}, {figure}", limit, measured, at_least=at_least, note=note)
-
-
-def thread_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Columns that lie together, on all threads and on one: the selection has to be shared, not the matrix."""
-    chosen = [c for c in kernel_cases(all_cases, setting, SELECTED, "float32") if c.variant == "columns, l2"]
-    alone = {c.op: quotient(find(all_cases, c.op, c.dtype, c.variant, ONE_THREAD), c) for c in chosen}
-    ratios = {f"{c.op} {c.variant}": ratio for c in chosen if (ratio := alone[c.op]) is not None}
-    share = f"last {setting.selected:.0%} of the columns"
-    return [worst(f"{', '.join(SELECTED)}, float32, {share}, times faster than on one thread", 1.25, ratios)]
-
-
-def other_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Against eager and compiled torch; ``perturb`` and ``slice_gather`` against a copy."""
-    ours = find(all_cases, "moreau_step", "float32", "rows", setting.kernel)
-    others = {
-        name: quotient(find(all_cases, "moreau_step", "float32", "rows", name), ours)
-        for name in ("eager", "eager, in place", "compiled")
-    }
-    compiled = find(all_cases, "moreau_step", "float32", "rows", "compiled")
-    share = compiled.share if compiled else None
-    result = [
-        Target("moreau_step, float32 rows, times faster than eager", 10, others["eager"]),
-        Target(
-            "moreau_step, the same, eager without temporaries", 10, others["eager, in place"],
-            note="8 array passes instead of 3 allow 2.7 at equal bandwidth",
-        ),
-        Target(
-            "moreau_step, float32 rows, times faster than torch.compile", 3, others["compiled"],
-            note=f"torch.compile reaches {share:.0%} of the ceiling" if share else "",
-        ),
-    ]  # fmt: skip
-    for variant in ("plain step", "rows"):
-        apart = find(all_cases, "moreau_step", "float32", variant, "sums apart")
-        ratio = quotient(apart, find(all_cases, "moreau_step", "float32", variant, setting.kernel))
-        result.append(Target(f"moreau_step, float32 {variant}, times faster than with the sums apart", 3, ratio))
-    for dtype in DTYPES:
-        copy = find(all_cases, "perturb", dtype, "a plain copy", CEILING)
-        ratio = quotient(find(all_cases, "perturb", dtype, "", setting.kernel), copy)
-        result.append(Target(f"perturb, {dtype}, time over that of a copy", 3, ratio, at_least=False))
-    for dtype in DTYPES:
-        gathers = kernel_cases(all_cases, setting, ("slice_gather",), dtype)
-        shares = {c.variant: c.share for c in gathers if c.share is not None}
-        result.append(worst(f"slice_gather, {dtype}, share of a copy of what it reads", 0.7, shares))
-    return result
-
-
-def gpu_targets(all_cases: list[Case], setting: Setting) -> list[Target]:
-    """Every Triton kernel's share of the device's copy bandwidth."""
-    copy = find(all_cases, "perturb", "float32", "a plain copy", CEILING)
-    if setting.kernel != "triton" or copy is None:
-        return []
-    measured = {c.op for c in all_cases}
-    return [
-        worst(
-            f"{', '.join(ops)}, {dtype}, share of the copy bandwidth", 0.85,
-            {f"{c.op} {c.variant}": c.speed / copy.speed for c in kernel_cases(all_cases, setting, ops, dtype)},
-        )
-        for ops in (*JUDGED, *((op,) for op in OPS if not any(op in judged for judged in JUDGED)))
-        for dtype in ("float32", "bfloat16")
-        if measured & set(ops)
-    ]  # fmt: skip
 
 
 def print_table(all_cases: list[Case]) -> None:
-    """One line a case."""
-    columns = ("op", "dtype", "groups", "implementation", "ms", "MAD", "GB/s", "share of ceiling")
+    """One line a case, with its GB/s over those of a plain float32 copy if ``perturb`` was timed too."""
+    columns = ("op", "dtype", "groups", "implementation", "ms", "MAD", "GB/s", "share of ceiling", "of a copy")
+    copy = find(all_cases, "perturb", "float32", "a plain copy", CEILING)
     rows = tuple(
         (
             *(c.op, c.dtype, c.variant, c.implementation),
             *(f"{c.median:.2f}", f"{c.deviation:.2f}", f"{c.speed:.1f}"),
             None if c.share is None else f"{c.share:.0%}",
+            None if copy is None else f"{c.speed / copy.speed:.0%}",
         )
         for c in all_cases
     )
@@ -224,8 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
     print(f"{options.rows} x {options.cols}, {about['threads']} threads, {about['device']}\n")
     print_table(measured)
-    groups = (judged_targets, thread_targets, other_targets, gpu_targets)
-    print_targets([target for make in groups for target in make(measured, setting)])
     if refused:
         sys.exit("\n".join(refused))
 

@@ -40,13 +40,6 @@ def eager_moreau(delta: Tensor, grad: Tensor, axis: int) -> Tensor:
     return eager_threshold((1 - TINY) * delta - TINY * grad, axis)
 
 
-def eager_moreau_(delta: Tensor, grad: Tensor, axis: int) -> Tensor:
-    """The Moreau step without temporaries of its size."""
-    delta.mul_(1 - TINY).add_(grad, alpha=-TINY)
-    norm = torch.linalg.vector_norm(delta, dim=1 - axis, keepdim=True, dtype=torch.float32)
-    return delta.mul_(torch.clamp(1 - THRESHOLD / norm, min=0).to(delta.dtype))
-
-
 def into(function: Callable[..., Tensor], x: Tensor, *args: object) -> None:
     """Write ``function(x, ...)`` back to ``x``."""
     x.copy_(function(x, *args))
@@ -63,24 +56,14 @@ def step_sums(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float,
     return torch.stack(moreau_step(delta, grad, gamma, rho, eta, axis))
 
 
-def sums_apart(delta: Tensor, grad: Tensor, gamma: float, rho: float, eta: float, axis: int) -> Tensor:
-    """Compute it by passes of torch around the step."""
-    before = delta.clone()
-    moreau_step(delta, grad, gamma, rho, eta, axis)
-    return torch.stack([x.double().square().sum() for x in (delta - before, delta)])
-
-
 def moreau_cases(s: Setting, dtype: str) -> list[Case]:
-    """``moreau_step`` with the group threshold, and the plain step; and both with the sums taken apart from it."""
+    """``moreau_step`` with the group threshold, and the plain step."""
     op, x = "moreau_step", s.array(dtype)
     grad = torch.full_like(x, 1e-3)
     traffic = 3 * x.nbytes
     ceiling = Case(op, dtype, "", CEILING, partial(add, x.clone(), grad), traffic)
     step = {"gamma": TINY, "rho": 1.0}
     result = [ceiling]
-    for groups, eta in (("plain step", 0.0), ("rows", 1.0)):
-        apart = run_on_backend(s.kernel, sums_apart, x, grad, **step, eta=eta, axis=0)
-        result.append(Case(op, dtype, groups, "sums apart", apart, traffic, ceiling))
     s.check(op, dtype, partial(step_result, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
     s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2, rtol=1e-5)
     plain = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
@@ -91,8 +74,6 @@ def moreau_cases(s: Setting, dtype: str) -> list[Case]:
         ours = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
         result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
         result.append(Case(op, dtype, groups, "eager", partial(into, eager_moreau, x, grad, axis), traffic, ceiling))
-        in_place = partial(eager_moreau_, x, grad, axis)
-        result.append(Case(op, dtype, groups, "eager, in place", in_place, traffic, ceiling))
         if s.compiled:
             call = s.compile(into, eager_moreau, x, grad, axis)
             result.append(Case(op, dtype, groups, "compiled", call, traffic, ceiling))

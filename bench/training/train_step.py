@@ -2,7 +2,6 @@ r"""Time a whole training step, ours and a plain PyTorch loop's, at equal work: 
 
     python -m bench.training.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8]
     python -m bench.training.train_step --shapes 7B --batch 1 --length 2048 # on a GPU: LLaMA-2's shapes, random weights
-    python -m bench.training.train_step --compaction # compact_checkpoint to 75 % of the hidden size, and cp -r
     python -m bench.training.train_step --recipes # predict what the shipped recipes hold at 7B and 13B on 76 GiB
     python -m bench.training.train_step --padding FILE # share of padding in a step on instruction records (.jsonl)
     python -m bench.training.train_step --passes FILE  # seconds of such a step, split by records or by tokens
@@ -32,10 +31,7 @@ import argparse
 import copy
 import gc
 import gzip
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -51,7 +47,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from bench._texts import load_dense
-from bench._timing import Case, Target, conditions, extra_peak, interleave, keep, print_targets, quotient, worst
+from bench._timing import Case, conditions, extra_peak, interleave
 from bench.training.shapes import LLAMA_2, SHAPES, SMOLLM2
 from bench.training.step_parts import (
     BACKWARD,
@@ -65,8 +61,6 @@ from bench.training.step_parts import (
     parts_table,
     time_parts,
 )
-from pyprune.checkpoint.manifest import RECORD_NAME
-from pyprune.checkpoint.save import save_checkpoint
 from pyprune.config.recoveries import recovery
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.sampling import split_disjoint
@@ -77,7 +71,6 @@ from pyprune.methods.regularise.dress import DressOptions
 from pyprune.methods.regularise.dress.training import DressObjective, hidden_slices
 from pyprune.methods.regularise.elder import ElderOptions
 from pyprune.methods.regularise.elder.penalty import ElderObjective
-from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.run.memory import TrainedModels, memory_of, memory_table
 from pyprune.run.recipe import build_config
 from pyprune.runtime.device import DTYPES
@@ -446,13 +439,6 @@ def _peak_over_predicted(record: dict[str, Any]) -> float | None:
     return peak / predicted if peak and predicted else None
 
 
-def prediction_target(records: Sequence[dict[str, Any]]) -> Target:
-    """Return the largest distance of measured peaks from predicted ones."""
-    ratios = {f"{r['op']}, {r['implementation']}": _peak_over_predicted(r) for r in records}
-    distances = {name: abs(ratio - 1) for name, ratio in ratios.items() if ratio is not None}
-    return worst("a peak's distance from its prediction, as a share of it", 0.1, distances, at_least=False)
-
-
 class _Llama(TrainedModels):
     """LLaMA-2 by its size, without weights to read."""
 
@@ -563,50 +549,6 @@ def time_passes(file: Path, tokenizer: Any, options: argparse.Namespace) -> str:
     return markdown_table(Table(f"Steps of {len(batch)} records", columns, tuple(rows)))
 
 
-def compaction(model: PreTrainedModel, tokenizer: Any, repeats: int) -> tuple[list[Case], list[Target]]:
-    """Time streamed compaction to 75 % of the hidden size, and a copy of the checkpoint: page cache warm.
-
-    Compaction reads as much as ``cp`` and writes less, so the targets are of bytes a second, read and written.
-    """
-    plan = family_for(model).plan(model.config)
-    plan = plan.keep_hidden(range(len(plan.hidden) * 3 // 4))
-    with tempfile.TemporaryDirectory() as name:
-        dense, copied, compacted = (Path(name) / part for part in ("dense", "copied", "compacted"))
-        save_checkpoint(model, tokenizer, dense, plan=None, provenance={})
-        (dense / RECORD_NAME).unlink()  # as Transformers writes it: the digests of a record would be verified
-        read = folder_bytes(dense)
-
-        def case(name: str, call: Callable[[], object], traffic: int, out: Path) -> Case:
-            remove = partial(shutil.rmtree, out, ignore_errors=True)
-            return Case("compaction of a checkpoint", "float32", "", name, call, traffic, prepare=remove)
-
-        def copy(command: str) -> Callable[[], object]:
-            return partial(subprocess.run, ["sh", "-c", command, "sh", str(dense), str(copied)], check=True)
-
-        copies = [
-            case("cp -r", copy('cp -r "$1" "$2"'), 2 * read, copied),
-            case("cp -r, then sync", copy('cp -r "$1" "$2" && sync "$2"/*'), 2 * read, copied),
-        ]
-        cut = case("compact_checkpoint", partial(compact_checkpoint, dense, plan, compacted), 0, compacted)
-        interleave([*copies, cut], repeats, torch.device("cpu"))
-        cut.traffic = read + folder_bytes(compacted)
-    note = "compaction flushes to the disk and writes SHA-256 digests; cp does neither"
-    return [*copies, cut], [rate_target(copies[0], cut), rate_target(copies[1], cut, note)]
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def rate_target(copy: Case, cut: Case, note: str = "") -> Target:
-    """Compare compaction's bytes a second with those of a copy; the note has the share by time."""
-    by_time, name = quotient(copy, cut) or 0.0, copy.implementation
-    moved = f"by time {by_time:.2f}: {cut.traffic / 1e6:.1f} MB read and written, by {name} {copy.traffic / 1e6:.1f}"
-    share = by_time * cut.traffic / copy.traffic
-    return Target(f"streamed compaction, bytes a second over {name}", 0.7, share, note=f"{moved}; {note}".strip("; "))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the options, measure the forms, report."""
     parser = argparse.ArgumentParser(description="Time whole training steps against a plain PyTorch loop.")
@@ -618,7 +560,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--compiled", action="store_true", help="also with every layer under torch.compile")
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
-    parser.add_argument("--compaction", action="store_true", help="time only the compaction of the checkpoint")
     parser.add_argument("--recipes", action="store_true", help="only predict the memory of the shipped recipes")
     parser.add_argument("--padding", type=Path, metavar="FILE", help="only the padding in these records' steps")
     parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
@@ -627,11 +568,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return print_padding(options.padding, the_model(options.model)[2])
     if options.recipes:
         return print_recipes()
-    if options.compaction:
-        name, model, tokenizer = the_model(options.model)
-        cases, targets = compaction(model, tokenizer, options.repeats)
-        keep(options.jsonl, cases, {**conditions(torch.device("cpu")), "model": name})
-        return print_targets(targets)
     options.dense = _dense(options)
     if options.passes is not None:
         return print(time_passes(options.passes, the_model(options.model)[2], options))
@@ -646,7 +582,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.collect()
     print("\n" + table(records, options.batch * options.length))
     print("\n" + parts_table(records))
-    print_targets([prediction_target(records)])
 
 
 def _dense(options: argparse.Namespace) -> Dense:

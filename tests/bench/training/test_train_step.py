@@ -13,12 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bench.training import step_parts, train_step
 from bench.training.step_parts import BACKWARD, COPY, FORWARD, NORM, OPTIMIZER, PARTS, PENALTY, REST, TEACHER
 from bench.training.train_step import FORMS, FULL, LABELS, LEAN, PLAIN, PLAIN_NARROW
-from pyprune.checkpoint.manifest import RECORD_NAME
 from pyprune.data.tokens import IGNORED, Batch
-from pyprune.plan import PrunePlan
-from pyprune.run.cut_on_disk import compact_checkpoint
 from tests._support.compiled import graphs
-from tests._support.models import tiny_model
 from tests._support.tokenizer import tiny_tokenizer
 
 SHAPES = LlamaConfig(
@@ -168,26 +164,3 @@ def test_compiled_layers_are_timed_beside_the_others(tmp_path: Path, monkeypatch
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["implementation"] for r in records] == [PLAIN, FULL, LEAN, train_step.COMPILED]
     assert graphs() > before, "something was compiled"
-
-
-def test_compaction_is_judged_by_the_bytes_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a folder without pyprune's record: all that is read, and what is written."""
-    sizes: list[tuple[int, int]] = []
-
-    def spy(dense: Path, plan: PrunePlan, out: Path) -> None:
-        assert not (dense / RECORD_NAME).exists()
-        compact_checkpoint(dense, plan, out)
-        sizes.append((files(dense), files(out)))
-
-    def files(path: Path) -> int:
-        return sum(len(p.read_bytes()) for p in path.iterdir())
-
-    monkeypatch.setattr(train_step, "compact_checkpoint", spy)
-    own, targets = train_step.compaction(tiny_model("llama"), tiny_tokenizer(), 1)
-    copied, synced, cut = own
-    (read, written), *_ = sizes
-    assert copied.traffic == synced.traffic == 2 * read
-    assert cut.traffic == pytest.approx(read + written, abs=16), "times in the record differ in length"
-    for case, target in zip((copied, synced), targets, strict=True):
-        assert target.measured == pytest.approx(cut.speed / case.speed)
-        assert f"by time {case.median / cut.median:.2f}" in target.note
