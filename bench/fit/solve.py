@@ -124,11 +124,11 @@ def run(options: argparse.Namespace) -> None:
     """Print a table of all shapes and budgets, and keep its rows."""
     rows: list[tuple[Cell, ...]] = []
     records, environment = RecordFile(options.jsonl), environment_record()
-    how = {"count": options.count, "query_heads": options.query_heads, "seed": SEED}
+    how = {"count": options.count, "seed": SEED}
     solving = replace(SolveOptions(), solutions=options.count, head_pairs=4)
     for name in options.shape:
         sizes = SHAPES[name]
-        choices = ChoiceOptions(ffn_multiple=64, head_counts=8, query_heads=options.query_heads)
+        choices = ChoiceOptions(ffn_multiple=64, head_counts=8)
         search, scores = synthetic(sizes, choices, SEED)
         costs = SyntheticCosts(sizes)
         for text in options.budget or BUDGETS:
@@ -159,7 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", type=names, default=list(SHAPES), help="shapes, separated by commas")
     parser.add_argument("--budget", action="append", help="a budget, as `pyprune fit` takes it; repeatable")
     parser.add_argument("--count", type=int, default=5, help="solutions (default: 5)")
-    parser.add_argument("--query-heads", action="store_true", help="also take query heads out of kept groups")
     parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     return exit_status(lambda: run(options))

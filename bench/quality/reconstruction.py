@@ -75,9 +75,8 @@ def open_bench(options: argparse.Namespace, records: RecordFile, work: Path) -> 
         return [({"arm": label}, path) for label, path in arms_of(name, options.calibration).items()]
 
     bench = PathBench(options, records, work, cuts=CUTS, arms=arms, passage=0)
-    chosen = {"working_dtype": options.working_dtype, "ridges": options.ridges, "readers": options.readers}
-    usual = {"working_dtype": "float32", "ridges": None, "readers": "auto"}
-    bench.setting |= {name: value for name, value in chosen.items() if value != usual[name]}
+    if options.working_dtype != "float32":
+        bench.setting["working_dtype"] = options.working_dtype
     return bench
 
 
@@ -91,8 +90,6 @@ def _columns(rows: Sequence[Json]) -> list[Column]:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--working-dtype", default="float32", choices=("float32", "bfloat16"), help="to cut in")
-    parser.add_argument("--ridges", nargs="+", type=float, help="candidates, instead of the package's")
-    parser.add_argument("--readers", choices=("auto", "on", "off"), default="auto", help="solve q, k, v, gate, up too")
 
 
 GRID = Grid(

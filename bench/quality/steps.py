@@ -256,11 +256,7 @@ class PathBench:
 
         assert state.plan is not None
         samples = self.samples(text, state.seed)
-        readers = {"on": True, "off": False}.get(getattr(self.options, "readers", "auto"))
-        options = ReconstructConfig(dtype=dtype, readers=readers)
-        if ridges := getattr(self.options, "ridges", None):
-            options = replace(options, ridges=tuple(ridges))
-        reconstruct_(state.model, state.plan, samples, options=options)
+        reconstruct_(state.model, state.plan, samples, options=ReconstructConfig(dtype=dtype))
         state.figures["tokens_calibrated"] = state.figures.get("tokens_calibrated", 0) + samples.ids.numel()
 
     def price(self, state: State, text: str) -> None:

@@ -15,8 +15,8 @@ For one NVIDIA GPU of 80 GB; nothing is downloaded, and weights are random. Part
   out where vLLM is missing.
 
 Each part is a separate process with a time limit; the others run whatever becomes of it. Figures are appended to
-ops.jsonl, optimizer.jsonl, serving_card.jsonl and gpu_card.jsonl in --results, with the device's name. The last table
-says what ran, what was left out, and why.
+ops.jsonl, optimizer.jsonl and serving_card.jsonl in --results, with the device's name. The last table says what ran,
+what was left out, and why.
 
 --small takes tiny shapes and no GPU: Triton's interpreter for the kernels and two of the ops. Whole steps would take it
 minutes, so they run on the CPU's own kernels. Transformers takes the place of vLLM, which needs a minute to start. It
@@ -50,7 +50,10 @@ from pyprune.runtime.report import Table, markdown_table
 from pyprune.serving.engines import end_group, vllm_installed
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS, TRAIN_STEP = "bench.training.gpu_card_kernels", "bench.training.train_step"
+TRAIN_STEP = "bench.training.train_step"
+# A newer or older torch than the one of the lock may warn, which says nothing of the kernels.
+KERNELS = ("pytest", "tests/gpu", "-q", "-W", "default", "-p", "no:cacheprovider")
+SMALL_KERNELS = (*KERNELS, "-k", "slice_gather")
 STEPS = ("dress", "elder", "lora", "distil")
 LIMITS = {"kernels": 6.0, "bandwidth": 5.5, **dict.fromkeys(STEPS, 4.0), "serving": 10.0}
 """Minutes of each part; 40 with :data:`PATIENCE` for every one."""
@@ -58,7 +61,6 @@ PATIENCE = 20
 """Seconds in which a part that is stopped ends what it started."""
 RAN, FAILED, LEFT_OUT = "ran", "failed", "left out"
 
-TESTS, SMALL_TESTS = ("tests/gpu",), ("tests/gpu/test_ops.py", "-k", "slice_gather")
 ARRAYS = ("--rows", "16384", "--cols", "11008", "--dtypes", "float32", "bfloat16")
 SMALL_ARRAYS = (
     *("--rows", "16", "--cols", "16", "--dtypes", "float32"),
@@ -81,7 +83,7 @@ class Part:
     Attributes:
         name: of the part.
         module: what Python runs, with its arguments.
-        records: the file that it appends to.
+        records: the file that it appends to; None if it has only its exit status.
         seconds: the limit.
         environment: further variables of its process.
         left_out: the obstacle that keeps it from running; empty if it runs.
@@ -89,7 +91,7 @@ class Part:
 
     name: str
     module: tuple[str, ...]
-    records: Path
+    records: Path | None
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
@@ -130,7 +132,7 @@ def parts(names: Sequence[str], results: Path, *, small: bool) -> list[Part]:
         return Part(name, words, records, 60 * LIMITS[name], environment | more, left_out)
 
     made = [
-        part("kernels", "gpu_card.jsonl", KERNELS, *(SMALL_TESTS if small else TESTS)),
+        Part("kernels", SMALL_KERNELS if small else KERNELS, None, 60 * LIMITS["kernels"], environment),
         part(
             "bandwidth", "ops.jsonl", "bench.kernels.ops", "--no-compile", "--selected", "1",
             *(SMALL_ARRAYS if small else ARRAYS), **({"PYPRUNE_BACKEND": "triton"} if small else {}),
@@ -182,16 +184,17 @@ def run_part(part: Part) -> Outcome:
         reader.join(timeout=5)
     records = [json.loads(line) for line in _lines(part.records)[before:]]
     missed = [f"{r['implementation']}: {r['failed']}" for r in records if "failed" in r]
-    if len(records) == len(missed) and state == RAN:
+    if part.records and len(records) == len(missed) and state == RAN:
         state, note = FAILED, "nothing was measured"
     if state == FAILED:
         note = f"{note}: {last_line(''.join(said))}"
-    note = "; ".join(filter(None, (note, f"recorded in {part.records.name}: {len(records)}", *missed)))
+    recorded = f"recorded in {part.records.name}: {len(records)}" if part.records else ""
+    note = "; ".join(filter(None, (note, recorded, *missed)))
     return Outcome(part.name, state, time.monotonic() - begin, note)
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _lines(path: Path | None) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
 
 
 def _pass_on(process: subprocess.Popen[str], said: deque[str]) -> None:
