@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,21 @@ class Case:
         if self.samples:
             record |= {"median_ms": self.median, "mad_ms": self.deviation, "samples": len(self.samples)}
         return record
+
+
+def beside(
+    ceiling: Case, variant: str, calls: Mapping[str, Callable[[], object]], traffic: int | None = None
+) -> list[Case]:
+    """Return the cases of one variant that are compared with a ceiling: implementation -> call.
+
+    Args:
+        ceiling: of the same op and dtype, prepared in the same way.
+        variant: of the cases.
+        calls: by implementation.
+        traffic: bytes of each call; None = as many as of the ceiling.
+    """
+    c, moved = ceiling, ceiling.traffic if traffic is None else traffic
+    return [Case(c.op, c.dtype, variant, name, call, moved, c, c.prepare) for name, call in calls.items()]
 
 
 @contextmanager

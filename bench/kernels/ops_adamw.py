@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bench._timing import CEILING, Case, backend
+from bench._timing import CEILING, Case, backend, beside
 from bench.kernels.ops_setting import TINY, Setting, add, last, touch
 from pyprune.ops.regularised_adamw import Hyper, Moments, Penalty, regularised_adamw
 
@@ -28,22 +29,24 @@ def adamw_cases(s: Setting, dtype: str) -> list[Case]:
         return []
     op, weight = "regularised_adamw", s.array(dtype)
     gradient, moments = torch.full_like(weight, 1e-3), Moments.zeros(weight)
-    traffic = 3 * weight.nbytes + 4 * moments.first.nbytes
+    ceiling = _ceiling("", dtype, weight, gradient, moments)
+    result = [ceiling]
+    for name, options in ADAMW_VARIANTS.items():
+        s.check(op, dtype, partial(_adamw_step, options), count=2)
+        s.check_random(op, dtype, partial(_adamw_random_steps, options, quantised=False), count=2)
+        penalty = None if options is None else _adamw_penalty(weight, *options)
+        result += beside(ceiling, name, {s.kernel: partial(_adamw, s.kernel, weight, gradient, moments, penalty)})
+    return result + _coded_cases(s, dtype, weight, gradient) + _torch_adamw_cases(s, weight, gradient, moments, ceiling)
+
+
+def _ceiling(variant: str, dtype: str, weight: Tensor, gradient: Tensor, moments: Moments) -> Case:
     arrays = [weight.clone(), *(torch.ones_like(moments.first) for _ in range(2))]
 
     def probe() -> None:
         add(arrays[0], gradient)
         touch(*arrays[1:])
 
-    ceiling = Case(op, dtype, "", CEILING, probe, traffic)
-    result = [ceiling]
-    for name, options in ADAMW_VARIANTS.items():
-        s.check(op, dtype, partial(_adamw_step, options), count=2)
-        s.check_random(op, dtype, partial(_adamw_random_steps, options, quantised=False), count=2)
-        penalty = None if options is None else _adamw_penalty(weight, *options)
-        call = partial(_adamw, s.kernel, weight, gradient, moments, penalty)
-        result.append(Case(op, dtype, name, s.kernel, call, traffic, ceiling))
-    return result + _coded_cases(s, dtype, weight, gradient) + _torch_adamw_cases(s, weight, gradient, moments, ceiling)
+    return Case("regularised_adamw", dtype, variant, CEILING, probe, 3 * weight.nbytes + 4 * moments.first.nbytes)
 
 
 def _adamw(kernel: str, weight: Tensor, gradient: Tensor, moments: Moments, penalty: Penalty | None) -> None:
@@ -79,20 +82,12 @@ def _adamw_random_steps(
 def _coded_cases(s: Setting, dtype: str, weight: Tensor, gradient: Tensor) -> list[Case]:
     op, variant, moments = "regularised_adamw", "8-bit moments", Moments.zeros(weight, quantised=True)
     s.check_random(f"{op}, {variant},", dtype, partial(_adamw_random_steps, None, quantised=True), count=2)
-    arrays = [weight.clone(), *(moments.first.clone() for _ in range(2))]
-    traffic = 3 * weight.nbytes + 4 * moments.first.nbytes
-
-    def probe() -> None:
-        add(arrays[0], gradient)
-        touch(*arrays[1:])
-
-    ceiling = Case(op, dtype, variant, CEILING, probe, traffic)
+    ceiling = _ceiling(variant, dtype, weight, gradient, moments)
     ours = partial(_adamw, s.kernel, weight, gradient, moments, None)
-    return [ceiling, Case(op, dtype, variant, s.kernel, ours, traffic, ceiling)]
+    return [ceiling, *beside(ceiling, variant, {s.kernel: ours})]
 
 
 def _torch_adamw_cases(s: Setting, weight: Tensor, gradient: Tensor, moments: Moments, ceiling: Case) -> list[Case]:
-    op, dtype, traffic = ceiling.op, ceiling.dtype, ceiling.traffic
     parameter = torch.nn.Parameter(weight.clone())
     parameter.grad = gradient.clone()
     fused = torch.optim.AdamW([parameter], lr=TINY, weight_decay=0.0, fused=True)
@@ -103,18 +98,16 @@ def _torch_adamw_cases(s: Setting, weight: Tensor, gradient: Tensor, moments: Mo
         (TINY * norms.sum()).backward()
         fused.step()
 
-    l2 = "columns, l2 subgradient"
-    result = [
-        Case(op, dtype, "plain", "torch fused", fused.step, traffic, ceiling),
-        Case(op, dtype, l2, "eager + torch fused", step_with_penalty, traffic, ceiling),
-    ]
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "plain": {"torch fused": fused.step},
+        "columns, l2 subgradient": {"eager + torch fused": step_with_penalty},
+    }
     if s.compiled:
         mask = torch.zeros(s.cols, dtype=torch.bool, device=weight.device).index_fill_(0, index, True)
         arguments = (weight, gradient, moments.first, moments.second)
-        for variant, selected in (("plain", None), (l2, mask)):
-            call = s.compile(adamw_formula, *arguments, selected)
-            result.append(Case(op, dtype, variant, "compiled", call, traffic, ceiling))
-    return result
+        for own, selected in zip(calls.values(), (None, mask), strict=True):
+            own["compiled"] = s.compile(adamw_formula, *arguments, selected)
+    return [case for variant, own in calls.items() for case in beside(ceiling, variant, own)]
 
 
 def adamw_formula(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, selected: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench._timing import CEILING, Case, run_on_backend, run_on_one_thread
+from bench._timing import CEILING, Case, beside, run_on_backend, run_on_one_thread
 from bench.kernels.ops_adamw import adamw_cases
 from bench.kernels.ops_setting import AXES, ONE_THREAD, TINY, Setting, add, last, read, region, touch, words
 from pyprune.ops import (
@@ -60,23 +60,20 @@ def moreau_cases(s: Setting, dtype: str) -> list[Case]:
     """``moreau_step`` with the group threshold, and the plain step."""
     op, x = "moreau_step", s.array(dtype)
     grad = torch.full_like(x, 1e-3)
-    traffic = 3 * x.nbytes
-    ceiling = Case(op, dtype, "", CEILING, partial(add, x.clone(), grad), traffic)
+    ceiling = Case(op, dtype, "", CEILING, partial(add, x.clone(), grad), 3 * x.nbytes)
     step = {"gamma": TINY, "rho": 1.0}
-    result = [ceiling]
     s.check(op, dtype, partial(step_result, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2)
     s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=0.0, axis=0), count=2, rtol=1e-5)
     plain = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=0.0, axis=0)
-    result.append(Case(op, dtype, "plain step", s.kernel, plain, traffic, ceiling))
+    result = [ceiling, *beside(ceiling, "plain step", {s.kernel: plain})]
     for axis, groups in enumerate(AXES):
         s.check(op, dtype, partial(step_result, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2)
         s.check(op, dtype, partial(step_sums, gamma=0.1, rho=1.0, eta=1.0, axis=axis), count=2, rtol=1e-5)
         ours = run_on_backend(s.kernel, moreau_step, x, grad, **step, eta=1.0, axis=axis)
-        result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
-        result.append(Case(op, dtype, groups, "eager", partial(into, eager_moreau, x, grad, axis), traffic, ceiling))
+        calls = {s.kernel: ours, "eager": partial(into, eager_moreau, x, grad, axis)}
         if s.compiled:
-            call = s.compile(into, eager_moreau, x, grad, axis)
-            result.append(Case(op, dtype, groups, "compiled", call, traffic, ceiling))
+            calls["compiled"] = s.compile(into, eager_moreau, x, grad, axis)
+        result += beside(ceiling, groups, calls)
     return result
 
 
@@ -84,7 +81,6 @@ def perturb_cases(s: Setting, dtype: str) -> list[Case]:
     """``perturb`` into a buffer, compared with a plain copy."""
     op, w0 = "perturb", s.array(dtype)
     delta, out = w0 * 1e-3, torch.empty_like(w0)
-    traffic = 3 * w0.nbytes
 
     def eager() -> None:
         w = w0 + delta
@@ -94,11 +90,7 @@ def perturb_cases(s: Setting, dtype: str) -> list[Case]:
     s.check(op, dtype, partial(perturb, sigma=SIGMA, seed=3), count=2, rtol=1e-5)
     copy = Case(op, dtype, "a plain copy", CEILING, partial(words(out).copy_, words(w0)), 2 * w0.nbytes)
     ours = run_on_backend(s.kernel, perturb, w0, delta, SIGMA, seed=3, out=out)
-    return [
-        copy,
-        Case(op, dtype, "", s.kernel, ours, traffic, copy),
-        Case(op, dtype, "", "eager", eager, traffic, copy),
-    ]
+    return [copy, *beside(copy, "", {s.kernel: ours, "eager": eager}, 3 * w0.nbytes)]
 
 
 def penalty_cases(s: Setting, dtype: str) -> list[Case]:
@@ -109,28 +101,26 @@ def penalty_cases(s: Setting, dtype: str) -> list[Case]:
     result = []
     for axis, groups in enumerate(AXES):
         index, part = last(w, axis, s.selected), region(w, axis, s.selected)
-        traffic = 3 * part.nbytes
-        ceiling = case(groups, CEILING, partial(add, region(probe, axis, s.selected), part), traffic)
+        ceiling = case(groups, CEILING, partial(add, region(probe, axis, s.selected), part), 3 * part.nbytes)
         result.append(ceiling)
         for kind in ("l2", "l1"):
             s.check(op, dtype, partial(_penalty_gradient, axis=axis, kind=kind), count=2)
-            name = f"{groups}, {kind}"
             ours = run_on_backend(s.kernel, add_group_penalty_, grad, w, index, axis, kind, TINY)
-            eager = partial(eager_penalty, w, grad, index, axis, kind)
-            result += [case(name, s.kernel, ours, traffic, ceiling), case(name, "eager", eager, traffic, ceiling)]
+            calls = {s.kernel: ours, "eager": partial(eager_penalty, w, grad, index, axis, kind)}
             if s.shared and groups == "columns" and kind == "l2":
-                result.append(case(name, ONE_THREAD, run_on_one_thread(ours), traffic, ceiling))
+                calls[ONE_THREAD] = run_on_one_thread(ours)
+            result += beside(ceiling, f"{groups}, {kind}", calls)
         s.check(op, dtype, partial(_penalty_value, axis=axis), rtol=1e-5)
         name = f"{groups}, value only"
         reading = case(name, CEILING, partial(read, part), part.nbytes)
         value = run_on_backend(s.kernel, group_penalty, w, index, axis, "l2")
-        result += [reading, case(name, s.kernel, value, part.nbytes, reading)]
+        result += [reading, *beside(reading, name, {s.kernel: value})]
     # Every fourth column: whole cache lines come anyway.
     s.check(op, dtype, partial(_penalty_gradient, axis=1, kind="l2", every=4), count=2)
     spread = torch.arange(0, s.cols, 4, device=w.device)
     whole = case("every 4th column", CEILING, partial(add, probe, w), 3 * w.nbytes)
     ours = run_on_backend(s.kernel, add_group_penalty_, grad, w, spread, 1, "l2", TINY)
-    return [*result, whole, case("every 4th column, l2", s.kernel, ours, 3 * w.nbytes, whole)]
+    return [*result, whole, *beside(whole, "every 4th column, l2", {s.kernel: ours})]
 
 
 def _penalty_gradient(grad: Tensor, w: Tensor, axis: int, kind: str, every: int | None = None) -> Tensor:
@@ -159,19 +149,14 @@ def threshold_cases(s: Setting, dtype: str) -> list[Case]:
     result = []
     for axis, groups in enumerate(AXES):
         index, part = last(w, axis, s.selected), region(w, axis, s.selected)
-        case = partial(Case, dtype=dtype, traffic=2 * part.nbytes, prepare=s.cold)
-        ceiling = case(op, variant=groups, implementation=CEILING, call=partial(touch, region(probe, axis, s.selected)))
+        probe_call = partial(touch, region(probe, axis, s.selected))
+        ceiling = Case(op, dtype, groups, CEILING, probe_call, 2 * part.nbytes, prepare=s.cold)
         ours = run_on_backend(s.kernel, group_soft_threshold, w, index, axis, TINY)
-        calls: dict[str, Callable[[], object]] = {
-            s.kernel: ours,
-            "eager": partial(eager_threshold_, w, index, axis),
-            **({ONE_THREAD: run_on_one_thread(ours)} if s.shared and groups == "columns" else {}),
-        }
+        calls = {s.kernel: ours, "eager": partial(eager_threshold_, w, index, axis)}
+        if s.shared and groups == "columns":
+            calls[ONE_THREAD] = run_on_one_thread(ours)
         s.check(op, dtype, partial(_threshold, axis=axis))
-        result += [
-            ceiling,
-            *(case(op, variant=f"{groups}, l2", implementation=n, call=c, ceiling=ceiling) for n, c in calls.items()),
-        ]
+        result += [ceiling, *beside(ceiling, f"{groups}, l2", calls)]
     return result
 
 
@@ -191,7 +176,6 @@ def difference_cases(s: Setting, dtype: str) -> list[Case]:
     op, x = "residual_diff_norm", s.array(dtype)
     pair = [x.requires_grad_(), (x.detach() * 1.01).requires_grad_()]
     plain = [t.detach() for t in pair]
-    traffic = 6 * x.nbytes
 
     def probe() -> None:
         read(*plain)
@@ -206,12 +190,8 @@ def difference_cases(s: Setting, dtype: str) -> list[Case]:
 
     s.check(op, dtype, lambda a, b: residual_diff_norm(a, b, "l2"), count=2, rtol=1e-5)
     s.check(op, dtype, _difference_gradients, count=2, rtol=1e-5)
-    ceiling = Case(op, dtype, "", CEILING, probe, traffic)
-    return [
-        ceiling,
-        Case(op, dtype, "", s.kernel, run_on_backend(s.kernel, ours), traffic, ceiling),
-        Case(op, dtype, "", "eager", eager, traffic, ceiling),
-    ]
+    ceiling = Case(op, dtype, "", CEILING, probe, 6 * x.nbytes)
+    return [ceiling, *beside(ceiling, "", {s.kernel: run_on_backend(s.kernel, ours), "eager": eager})]
 
 
 def _difference_gradients(x_in: Tensor, x_out: Tensor) -> Tensor:
@@ -223,16 +203,13 @@ def importance_cases(s: Setting, dtype: str) -> list[Case]:
     """Two arrays are read, next to nothing is written."""
     op, w = "group_importance", s.array(dtype)
     score = torch.full_like(w, 1.5)
-    traffic = 2 * w.nbytes
-    ceiling = Case(op, dtype, "", CEILING, partial(read, w, score), traffic)
+    ceiling = Case(op, dtype, "", CEILING, partial(read, w, score), 2 * w.nbytes)
     result = [ceiling]
     heads = math.gcd(s.rows, 64)
     for groups, axis, size in (("rows", 0, 1), ("columns", 1, 1), (f"heads of {heads} rows", 0, heads)):
         s.check(op, dtype, partial(_importance, axis=axis, size=size), count=2, rtol=1e-5)
         ours = run_on_backend(s.kernel, group_importance, score, w, axis, size)
-        result.append(Case(op, dtype, groups, s.kernel, ours, traffic, ceiling))
-        eager = partial(eager_importance, score, w, axis, size)
-        result.append(Case(op, dtype, groups, "eager", eager, traffic, ceiling))
+        result += beside(ceiling, groups, {s.kernel: ours, "eager": partial(eager_importance, score, w, axis, size)})
     return result
 
 
@@ -250,7 +227,7 @@ def eager_importance(score: Tensor, w: Tensor, axis: int, size: int) -> Tensor:
 def gather_cases(s: Setting, dtype: str) -> list[Case]:
     """``slice_gather`` into a buffer, compared with a copy of the bytes it reads; three quarters are kept.
 
-    It reads whole rows, since every cache line of them holds kept columns. A copy of the kept part is timed as well.
+    It reads whole rows, since every cache line of them holds kept columns.
     """
     op, x = "slice_gather", s.array(dtype)
     rows, cols = s.rows * 3 // 4, s.cols * 3 // 4
@@ -268,22 +245,14 @@ def gather_cases(s: Setting, dtype: str) -> list[Case]:
         few_columns = None if own_columns is None else range(3, 100, 2)
         s.check(op, dtype, partial(slice_gather, rows=few_rows, columns=few_columns, scale=0.7 if scale != 1 else 1.0))
         shape = (s.rows if own_rows is None else rows, s.cols if own_columns is None else cols)
-        out, like = torch.empty(shape, dtype=x.dtype, device=x.device), x.view(-1)[: shape[0] * shape[1]]
-        read = x[: shape[0]].reshape(-1)
-        traffic = read.nbytes + out.nbytes
+        out, read = torch.empty(shape, dtype=x.dtype, device=x.device), x[: shape[0]].reshape(-1)
         probe = partial(words(torch.empty_like(read)).copy_, words(read))
         ceiling = Case(op, dtype, name, CEILING, probe, 2 * read.nbytes)
-        keeping = partial(words(out.view(-1)).copy_, words(like))
-        ours = run_on_backend(s.kernel, slice_gather, x, own_rows, own_columns, scale, out=out)
-        result += [
-            ceiling,
-            Case(op, dtype, name, s.kernel, ours, traffic, ceiling),
-            Case(op, dtype, name, "copy of what is kept", keeping, 2 * out.nbytes, ceiling),
-        ]
-    eager = partial(
-        torch.index_select, x, 1, kept_columns, out=torch.empty(s.rows, cols, dtype=x.dtype, device=x.device)
-    )
-    return [*result, Case(op, dtype, "3 of 4 columns", "eager", eager, result[4].traffic, result[3])]
+        calls = {s.kernel: run_on_backend(s.kernel, slice_gather, x, own_rows, own_columns, scale, out=out)}
+        if name == "3 of 4 columns":
+            calls["eager"] = partial(torch.index_select, x, 1, kept_columns, out=out)
+        result += [ceiling, *beside(ceiling, name, calls, read.nbytes + out.nbytes)]
+    return result
 
 
 def layer_norm_cases(s: Setting, dtype: str) -> list[Case]:
@@ -291,15 +260,10 @@ def layer_norm_cases(s: Setting, dtype: str) -> list[Case]:
     op, x = "layer_norm_virtual", s.array(dtype)
     weight, bias = (torch.full((s.cols,), v, dtype=x.dtype, device=x.device) for v in (1.0, 0.0))
     s.check(op, dtype, lambda a: layer_norm_virtual(a, a[0], a[1], 200), rtol=1e-5)
-    traffic = 2 * x.nbytes
-    ceiling = Case(op, dtype, "", CEILING, words(x).clone, traffic)
+    ceiling = Case(op, dtype, "", CEILING, words(x).clone, 2 * x.nbytes)
     ours = run_on_backend(s.kernel, layer_norm_virtual, x, weight, bias, s.cols + 64)
     stock = partial(torch.nn.functional.layer_norm, x, (s.cols,), weight, bias)
-    return [
-        ceiling,
-        Case(op, dtype, "", s.kernel, ours, traffic, ceiling),
-        Case(op, dtype, "", "torch's LayerNorm", stock, traffic, ceiling),
-    ]
+    return [ceiling, *beside(ceiling, "", {s.kernel: ours, "torch's LayerNorm": stock})]
 
 
 OPS: dict[str, Callable[[Setting, str], list[Case]]] = {
