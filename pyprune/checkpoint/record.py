@@ -21,15 +21,7 @@ from pyprune.errors import CheckpointError, PlanError, shown
 from pyprune.families import serving_obstacle
 from pyprune.plan import PrunePlan
 from pyprune.runtime.disk import disk_errors
-from pyprune.runtime.files import (
-    CARD_NAME,
-    check_file,
-    file_digest,
-    read_bounded,
-    read_json,
-    unseal,
-    write_text,
-)
+from pyprune.runtime.files import CARD_NAME, check_file, file_digest, read_bounded, read_json, unseal, write_text
 
 UNSERVED = "unserved"
 """Entry of the record with the reason why vLLM's own class refuses a stock checkpoint."""

@@ -18,14 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.checkpoint.configuration import read_dense_config
-from pyprune.checkpoint.shards import (
-    Entry,
-    Place,
-    TensorFiles,
-    check_finite,
-    map_tensor,
-    read_header,
-)
+from pyprune.checkpoint.shards import Entry, Place, TensorFiles, check_finite, map_tensor, read_header
 from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import NamedParam, family_for, parameter_shapes
 from pyprune.runtime.disk import disk_errors, reason

@@ -16,7 +16,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import typer
 
@@ -39,6 +39,30 @@ REVISIONS = {"revision": "model", "teacher_revision": "teacher", "dense_revision
 """Parameters of commands that name a revision on the hub -> the parameter that names the model."""
 CONTINUED = ("robustness",)
 """Commands that continue from the rows in their output."""
+FLAGS = {"json_file": "--json", "set_": "--set", "file_format": "--format"}
+"""Parameters of commands whose options have another name."""
+SHARED: dict[str, tuple[str | None, str]] = {
+    "annotate": (None, "Add the figures to the model card and pruning.json of the pruned checkpoint."),
+    "allow_mismatch": (None, "Use a profile of another machine or version, with a warning."),
+    "config": ("FILE", "Recipe (YAML or JSON); options on the command line win over it."),
+    "debug": (None, "Show the traceback of an error."),
+    "device": (None, "auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute."),
+    "field": ("NAME", "Column or .jsonl field with the text of --ppl. Default: text."),
+    "gguf_file": ("NAME", "Name of a .gguf file inside MODEL; its weights are dequantised. Default: safetensors."),
+    "json_file": ("FILE", "Write every figure as JSON to FILE (one that pyprune wrote is replaced); - = stdout."),
+    "overwrite": (None, "Replace --out if pyprune wrote all that it holds. Default: refuse."),
+    "resume": (None, "Continue an interrupted run of the same options and --out."),
+    "revision": (None, "Branch, tag or commit of a model from the hub. Default: its main branch."),
+    "samples": (None, "Sequences to draw from it. Default: the preset's."),
+    "sequence_length": (None, "Tokens in a sequence, at most what the model allows. Default: the preset's."),
+    "set_": ("KEY=VALUE", "Any option by its dotted name, as pyprune options lists them. Repeatable."),
+    "split": (
+        "NAME",
+        "Split of a hub data set for --ppl. Default: test, or validation, on which results are published.",
+    ),
+    "trust_remote_code": (None, "Run Python code in MODEL. Default: refuse."),
+}
+"""Parameters that several commands have: metavar, and help if the command's docstring has no other."""
 _ENTRY = re.compile(r"^    (\w+)(?: \(([^)]*)\))?: (.+(?:\n {8}.+)*)", re.MULTILINE)
 P = ParamSpec("P")
 
@@ -46,8 +70,8 @@ P = ParamSpec("P")
 def guard(command: Callable[P, None]) -> Callable[P, None]:
     """Turn an error or interruption of a command into one message and an exit code, and declare its options.
 
-    Positional parameters are arguments, others are options. A parameter in the docstring's section Args, as
-    ``name (METAVAR): help``, has its help and the name of its value from there; any other is declared by its type.
+    Positional parameters are arguments, others are options. Help and the name of the value are those of the docstring's
+    section Args, as ``name (METAVAR): help``, else those of :data:`SHARED`.
     """
 
     @functools.wraps(command)
@@ -70,7 +94,8 @@ def guard(command: Callable[P, None]) -> Callable[P, None]:
                 raise typer.Exit(code) from error
 
     run.__doc__, _, section = inspect.getdoc(command).partition("\n\nArgs:\n")  # type: ignore[union-attr]
-    entries = {name: (metavar or None, " ".join(text.split())) for name, metavar, text in _ENTRY.findall(section)}
+    own = {name: (metavar or None, " ".join(text.split())) for name, metavar, text in _ENTRY.findall(section)}
+    entries = SHARED | own
     signature = inspect.signature(command, eval_str=True)
     declared = [_declare(p, *entries[p.name]) if p.name in entries else p for p in signature.parameters.values()]
     setattr(run, "__signature__", signature.replace(parameters=declared))  # noqa: B010 - mypy: a function has none
@@ -82,7 +107,8 @@ def _declare(parameter: inspect.Parameter, metavar: str | None, text: str) -> in
     default = ... if parameter.default is parameter.empty else parameter.default
     if parameter.kind is not parameter.KEYWORD_ONLY:
         return parameter.replace(default=typer.Argument(default, metavar=metavar, help=text))
-    flag = [f"--{parameter.name.replace('_', '-')}"] if parameter.annotation is bool else []
+    usual = [f"--{parameter.name.replace('_', '-')}"] if parameter.annotation is bool else []
+    flag = [FLAGS[parameter.name]] if parameter.name in FLAGS else usual
     return parameter.replace(default=typer.Option(default, *flag, metavar=metavar, help=text))
 
 
@@ -182,65 +208,6 @@ def _kept_of(options: Mapping[str, Any]) -> str | None:
     from pyprune.run.resume import kept_of_a_run
 
     return kept_of_a_run(out)
-
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-JsonFile = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="Write every figure as JSON to FILE (one that pyprune wrote is replaced); - = stdout.",
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="Branch, tag or commit of a model from the hub. Default: its main branch."),
-]
-GgufFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Name of a .gguf file inside MODEL; its weights are dequantised. Default: safetensors."
-    ),
-]
-RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code in MODEL. Default: refuse.")]
-Device = Annotated[str, typer.Option(help="auto (the GPU when there is one), cpu, cuda or cuda:N: where to compute.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any option by its dotted name, as pyprune options lists them. Repeatable."
-    ),
-]
-Samples = Annotated[int | None, typer.Option(help="Sequences to draw from it. Default: the preset's.")]
-SequenceLength = Annotated[
-    int | None, typer.Option(help="Tokens in a sequence, at most what the model allows. Default: the preset's.")
-]
-Annotate = Annotated[
-    bool,
-    typer.Option("--annotate", help="Add the figures to the model card and pruning.json of the pruned checkpoint."),
-]
-Recipe = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Recipe (YAML or JSON); options on the command line win over it."),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same options and --out.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace --out if pyprune wrote all that it holds. Default: refuse.")
-]
-Split = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Split of a hub data set for --ppl. Default: test, or validation, on which results are published.",
-        show_default=False,
-    ),
-]
-Field = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="Column or .jsonl field with the text of --ppl. Default: text.", show_default=False
-    ),
-]
 
 
 def text_options(source: str | None, samples: int | None, sequence_length: int | None) -> dict[str, Any]:

@@ -10,19 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.cli.base import (
-    Annotate,
-    Debug,
-    Field,
-    JsonFile,
-    Split,
-    add_to_record,
-    given_names,
-    guard,
-    output,
-    refuse_split,
-    refuse_unread,
-)
+from pyprune.cli.base import add_to_record, given_names, guard, output, refuse_split, refuse_unread
 from pyprune.cli.evaluate import PROTOCOL, loaded_perplexity, named_figure, text_conditions
 from pyprune.errors import ConfigError, shown
 
@@ -78,8 +66,8 @@ def bench(
     quantise: str | None = None,
     ppl: str | None = None,
     protocol: str = PROTOCOL,
-    split: Split = None,
-    field: Field = None,
+    split: str | None = None,
+    field: str | None = None,
     serving: bool = False,
     concurrency: str | None = None,
     request_rate: str | None = None,
@@ -92,9 +80,9 @@ def bench(
     report: Path | None = None,
     overwrite: bool = False,
     jsonl: Path | None = None,
-    annotate: Annotate = False,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    annotate: bool = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Measure PRUNED against DENSE, turn by turn: token generation and prompt processing, or servers under load.
 

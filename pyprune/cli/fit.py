@@ -7,23 +7,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyprune.cli.base import (
-    Debug,
-    GgufFile,
-    JsonFile,
-    Overwrite,
-    RemoteCode,
-    Resume,
-    Revision,
-    Settings,
-    guard,
-    output,
-    refuse_beside,
-    refuse_idle,
-    say_what_is_loaded,
-    text_options,
-)
-from pyprune.cli.profile import Mismatch
+from pyprune.cli.base import guard, output, refuse_beside, refuse_idle, say_what_is_loaded, text_options
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.runtime.progress import say
 
@@ -52,19 +36,19 @@ def fit(
     calibration: str | None = None,
     samples: int | None = None,
     sequence_length: int | None = None,
-    set_: Settings = None,
+    set_: list[str] | None = None,
     sweep: bool = False,
     no_recover: bool = False,
     no_timing: bool = False,
     cache: Path | None = None,
-    allow_mismatch: Mismatch = False,
-    gguf_file: GgufFile = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    allow_mismatch: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Find the best model that keeps a budget, and write it: layers, heads and FFN widths are chosen together.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from pyprune.cli.base import Debug, JsonFile, guard, output
+from pyprune.cli.base import guard, output
 from pyprune.errors import install_command
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ MEASURED = ("quality", "speed")
 def inspect(
     folder: str,
     *,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Print a checkpoint's architecture, parameters, bytes, sizes and plan, how it was made, and its measured figures.
 
@@ -121,7 +121,7 @@ def _short_facts(facts: Any) -> Rows:
 def methods(
     *,
     markdown: bool = False,
-    debug: Debug = False,
+    debug: bool = False,
 ) -> None:
     """List every method, also those of other packages, with the units that it removes and its presets.
 
@@ -140,7 +140,7 @@ def methods(
 
 
 @guard
-def env(json_file: JsonFile = None, debug: Debug = False) -> None:
+def env(*, json_file: str | None = None, debug: bool = False) -> None:
     """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is installed."""
     from pyprune.ops import backend_report
     from pyprune.runtime.report import Table

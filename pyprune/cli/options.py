@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pyprune.cli.base import Debug, JsonFile, guard, output
+from pyprune.cli.base import guard, output
 from pyprune.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ def options(
     name: str = "elder",
     *,
     find: str | None = None,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """List the options for --set and recipes: name, value, allowed values and meaning of each.
 

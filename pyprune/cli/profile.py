@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
-from pyprune.cli.base import Debug, JsonFile, comma_separated, guard, output, refuse_unread
+from pyprune.cli.base import comma_separated, guard, output, refuse_unread
 from pyprune.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -22,10 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGEST = 10_000_000
-Mismatch = Annotated[
-    bool,
-    typer.Option("--allow-mismatch", help="Use a profile of another machine or version, with a warning."),
-]
 
 
 @guard
@@ -42,8 +36,8 @@ def profile(
     probes: int | None = None,
     resident: int | None = None,
     seed: int = 0,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Measure how the time of models like MODEL depends on attention, FFN, layers and hidden size on this machine.
 
@@ -107,9 +101,9 @@ def predict(
     profile: str,
     weights: str | None = None,
     context: str | None = None,
-    allow_mismatch: Mismatch = False,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    allow_mismatch: bool = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Predict the cost of a plan or checkpoint: prefill, time to first token, tokens/s, weights and key/value cache.
 

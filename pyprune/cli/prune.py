@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyprune.cli.base import (
-    Debug,
-    GgufFile,
-    Overwrite,
-    Recipe,
-    RemoteCode,
-    Resume,
-    Revision,
-    Samples,
-    SequenceLength,
-    Settings,
-    check_out,
-    guard,
-    say_what_is_loaded,
-    text_options,
-)
+from pyprune.cli.base import check_out, guard, say_what_is_loaded, text_options
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
@@ -77,23 +62,23 @@ def prune(
     ] = None,
     ratio: float | None = None,
     ratio_of: str | None = None,
-    config: Recipe = None,
+    config: Path | None = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME", help=_presets())] = None,
-    set_: Settings = None,
+    set_: list[str] | None = None,
     recovery: str | None = None,
     uniform: bool = False,
     plan: Path | None = None,
     calibration: str | None = None,
-    samples: Samples = None,
-    sequence_length: SequenceLength = None,
-    gguf_file: GgufFile = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
     placement: str = "auto",
     dry_run: bool = False,
-    debug: Debug = False,
+    debug: bool = False,
 ) -> None:
     """Prune MODEL and write an ordinary checkpoint folder to --out.
 

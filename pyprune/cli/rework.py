@@ -5,20 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyprune.cli.base import (
-    Debug,
-    Overwrite,
-    Recipe,
-    RemoteCode,
-    Resume,
-    Samples,
-    SequenceLength,
-    Settings,
-    check_out,
-    guard,
-    say_what_is_loaded,
-    text_options,
-)
+from pyprune.cli.base import check_out, guard, say_what_is_loaded, text_options
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -36,17 +23,17 @@ def recover(
     teacher_gguf_file: str | None = None,
     teacher_revision: str | None = None,
     preset: str | None = None,
-    config: Recipe = None,
-    set_: Settings = None,
+    config: Path | None = None,
+    set_: list[str] | None = None,
     data: str | None = None,
-    samples: Samples = None,
-    sequence_length: SequenceLength = None,
+    samples: int | None = None,
+    sequence_length: int | None = None,
     keep_adapter: bool = False,
-    trust_remote_code: RemoteCode = False,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
+    trust_remote_code: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
     dry_run: bool = False,
-    debug: Debug = False,
+    debug: bool = False,
 ) -> None:
     """Train a pruned checkpoint on text or instructions, with the dense model as teacher if given, and write another.
 
@@ -119,14 +106,14 @@ def reconstruct(
     out: Path,
     dense_gguf_file: str | None = None,
     dense_revision: str | None = None,
-    config: Recipe = None,
-    set_: Settings = None,
+    config: Path | None = None,
+    set_: list[str] | None = None,
     calibration: str | None = None,
     samples: int | None = None,
     sequence_length: int | None = None,
-    trust_remote_code: RemoteCode = False,
-    overwrite: Overwrite = False,
-    debug: Debug = False,
+    trust_remote_code: bool = False,
+    overwrite: bool = False,
+    debug: bool = False,
 ) -> None:
     """Solve the weights of a pruned checkpoint in closed form so that it follows its dense model; no training.
 

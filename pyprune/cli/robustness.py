@@ -7,20 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pyprune.cli.base import (
-    Debug,
-    Device,
-    GgufFile,
-    JsonFile,
-    RemoteCode,
-    Revision,
-    Settings,
-    comma_separated,
-    guard,
-    output,
-    refuse_others_beside,
-    text_options,
-)
+from pyprune.cli.base import comma_separated, guard, output, refuse_others_beside, text_options
 from pyprune.errors import ConfigError, OutputError, shown
 from pyprune.methods.registry import score_presets
 from pyprune.runtime.progress import say
@@ -55,15 +42,15 @@ def robustness(
     lora_rank: int = 8,
     lora_size: float = 0.01,
     lora_seed: int = 0,
-    set_: Settings = None,
+    set_: list[str] | None = None,
     out: Path = Path("robustness.jsonl"),
-    device: Device = "auto",
-    gguf_file: GgufFile = None,
-    revision: Revision = None,
-    trust_remote_code: RemoteCode = False,
+    device: str = "auto",
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     check_theorem: bool = False,
-    json_file: JsonFile = None,
-    debug: Debug = False,
+    json_file: str | None = None,
+    debug: bool = False,
 ) -> None:
     """Compare the units that scoring methods remove from MODEL and from MODEL with slightly other weights.
 

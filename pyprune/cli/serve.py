@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from pyprune.cli.base import Debug, GgufFile, Overwrite, given_names, guard
+from pyprune.cli.base import given_names, guard
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.runtime.progress import warn
@@ -20,16 +18,13 @@ def export(
     model: str,
     *,
     out: Path,
-    file_format: Annotated[
-        str,
-        typer.Option("--format", help="safetensors (folder for vLLM and Transformers) or gguf (file for llama.cpp)."),
-    ] = "safetensors",
+    file_format: str = "safetensors",
     quantise: str | None = None,
     target: str = "auto",
     dtype: str | None = None,
-    gguf_file: GgufFile = None,
-    overwrite: Overwrite = False,
-    debug: Debug = False,
+    gguf_file: str | None = None,
+    overwrite: bool = False,
+    debug: bool = False,
 ) -> None:
     """Write MODEL as a safetensors checkpoint for vLLM and Transformers, or as a GGUF file; its plan is written too.
 
@@ -38,6 +33,7 @@ def export(
     Args:
         model (MODEL): Checkpoint folder or hub id (owner/name).
         out (PATH): Folder to create; with --format gguf, the file.
+        file_format: safetensors (folder for vLLM and Transformers) or gguf (file for llama.cpp).
         quantise: Format of matrices. gguf: f32, f16 (default), bf16, q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1 or q4_0.
             safetensors, for vLLM: w8a8-int8, w8a16, fp8 or w4a16. Default: as --dtype.
         target: auto (as stored: a stock architecture if the sizes allow one), stock (refuse other sizes), or pruned
@@ -113,7 +109,7 @@ def serve(
     vllm_args: list[str] | None = None,
     *,
     no_verify: bool = False,
-    debug: Debug = False,
+    debug: bool = False,
 ) -> None:
     """Check a checkpoint and serve it with vLLM's OpenAI-compatible server: `vllm serve DIR`, with any of its options.
 
