@@ -40,8 +40,7 @@ from pyprune.runtime.shapes import shape_only
 from pyprune.train.head import causal_lm
 from pyprune.train.objective import LossTerms, ParameterGroup
 from pyprune.train.optimizer import norms_of
-from pyprune.train.shards import is_blocks
-from pyprune.train.shared_state import load_shared, save_shared
+from pyprune.train.shards import SHARDS, is_blocks, read_parts, write_parts
 from pyprune.train.state import Check, TrainState, load_state, save_state
 
 _LOSS = "pyprune_loss"
@@ -238,18 +237,22 @@ class Sharded(Whole):
         return sum((self.divided[self._names[id(p)]] if id(p) in self._names else p).numel() for p in parameters)
 
     def save(self, folder: Path, state: TrainState, name: str | None = None) -> Path:
-        """Write the parts of every process, through torch.distributed.checkpoint."""
+        """Write the parts of every process, through torch.distributed.checkpoint; all wait until it has its name."""
         tensors = {
-            f"{group}/{key}": self._as_whole(group, key, tensor)
+            f"{group}/{key}": tensor if (of := self._name_of(group, key)) is None else self._dtensor(of, tensor)
             for group, entries in state.tensors.items()
             for key, tensor in entries.items()
         }
-        return save_shared(folder, replace(state, tensors={}), tensors, name=name)
 
-    def _as_whole(self, group: str, key: str, tensor: Tensor) -> Any:
-        """Return the whole (divided) tensor of a part, so that any number of processes can read it."""
-        name = self._name_of(group, key)
-        return tensor if name is None else self._dtensor(name, tensor)
+        def write(part: Path | None, _: object = None) -> None:
+            write_parts(cast(Path, processes.from_first(part)) / SHARDS, tensors)
+
+        written: Path | None = None
+        if processes.first():
+            written = save_state(folder, replace(state, tensors={}), name=name, write_tensors=write)
+        else:
+            write(None)
+        return cast(Path, processes.from_first(written))
 
     def _name_of(self, group: str, key: str) -> str | None:
         """Return the name of the parameter that an entry of a state belongs to; None for others."""
@@ -276,7 +279,7 @@ class Sharded(Whole):
 
     def load(self, path: Path, check: Check | None = None) -> TrainState:
         """Read a state that any number of processes wrote."""
-        return load_shared(path, self._empty, self._part_of_whole, check)
+        return load_state(path, lambda folder: read_parts(folder, self._empty, self._part_of_whole), check)
 
     def _empty(self, group: str, key: str, size: torch.Size, dtype: torch.dtype) -> Any:
         """Make the tensor to read an entry into: for the part of a parameter in this process, or for a whole entry."""

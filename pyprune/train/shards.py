@@ -1,8 +1,8 @@
-"""Tensors of a training checkpoint that several processes wrote (torch.distributed.checkpoint).
+"""Read and write the tensors of training checkpoints: of one process, or of several (torch.distributed.checkpoint).
 
-They are named ``group/entry``. A part of one parameter is stored as that parameter, so that it can be divided again.
-Moments in 8 bits are blocks of 128 elements of a part, and their names end in ``@PROCESS/PROCESSES``. Only the same
-number of processes reads them: a part of another size has other blocks.
+Those of several are named ``group/entry``. A part of one parameter is stored as that parameter, so that it can be
+divided again. Moments in 8 bits are blocks of 128 elements of a part, and their names end in ``@PROCESS/PROCESSES``.
+Only the same number of processes reads them: a part of another size has other blocks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from pyprune.errors import CheckpointError, shown
@@ -65,6 +66,56 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
         group, _, key = entry.partition("@")[0].partition("/")
         groups.setdefault(group, {})[key] = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return groups
+
+
+def read_whole(folder: Path) -> Tensors:
+    """Read the whole tensors of a checkpoint that any number of processes wrote.
+
+    Raises:
+        CheckpointError: as :func:`read_shards`.
+    """
+    if (folder / SHARDS).is_dir():
+        return read_shards(folder / SHARDS)
+    return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
+
+
+def read_parts(folder: Path, empty: Empty, part: Callable[[str, str, Tensor], Tensor]) -> Tensors:
+    """Read the parts of this process of a checkpoint that any number of processes wrote.
+
+    Args:
+        folder: of the checkpoint.
+        empty: makes the tensor that an entry is read into, from shards.
+        part: (group, entry, whole tensor) -> this process's part, for a checkpoint of one process.
+
+    Raises:
+        CheckpointError: as :func:`read_shards`.
+    """
+    if (folder / SHARDS).is_dir():
+        return read_shards(folder / SHARDS, empty)
+    whole = read_whole(folder)
+    if any(is_blocks(f"{group}/{key}") for group, entries in whole.items() for key in entries):
+        refuse_blocks(folder, 1)
+    return {group: {key: part(group, key, t) for key, t in entries.items()} for group, entries in whole.items()}
+
+
+def write_parts(folder: Path, tensors: dict[str, Any]) -> None:
+    """Write tensors from all processes at once.
+
+    Args:
+        folder: of the parts, the same in all processes.
+        tensors: ``group/entry`` -> the divided tensor (DTensor), or a plain one that is equal in all processes.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    try:
+        with silence_torch():
+            save({stored_name(entry): tensor for entry, tensor in tensors.items()}, checkpoint_id=folder)
+    except CheckpointException as error:  # a BaseException, which handlers of errors would miss
+        raise OSError(f"in one of {processes.count()} processes: {shown(error)}") from error
 
 
 def refuse_blocks(path: Path, count: int) -> NoReturn:

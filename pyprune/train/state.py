@@ -4,7 +4,7 @@ A checkpoint folder ``step-000012/`` holds ``weights.safetensors`` (the trained 
 ``optimizer.safetensors``, ``objective.safetensors`` and ``best.safetensors``. ``state.json`` has everything else, the
 SHA-256 of each tensor file and its own checksum, so that a truncated or altered checkpoint is refused. If several
 processes train together, the files of torch.distributed.checkpoint are in ``shards/`` instead
-(:mod:`pyprune.train.shared_state`).
+(:mod:`pyprune.train.shards`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from pyprune.errors import CheckpointError, OutputError, shown
 from pyprune.runtime.disk import reason, sync
 from pyprune.runtime.files import file_digest, read_json, seal, unseal, whole_folder
 from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.records import differences
-from pyprune.train.shards import SHARDS, Tensors, read_shards
+from pyprune.train.shards import Tensors, read_whole
 
 CHECKPOINT_VERSION = 1
 _STEP = re.compile(r"step-(\d{6,})\Z")
@@ -148,17 +148,6 @@ def load_state(
     except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(_damage_message(path, shown(error))) from error
     return TrainState(step, meta, tensors)
-
-
-def read_whole(folder: Path) -> Tensors:
-    """Read the whole tensors of a checkpoint that any number of processes wrote.
-
-    Raises:
-        CheckpointError: it holds moments in 8 bits of several processes.
-    """
-    if (folder / SHARDS).is_dir():
-        return read_shards(folder / SHARDS)
-    return {file.stem: load_file(file) for file in folder.glob("*.safetensors")}
 
 
 def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:

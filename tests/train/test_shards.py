@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from pyprune.errors import CheckpointError
 from pyprune.ops.regularised_adamw import encode_moment
 from pyprune.runtime import processes
-from pyprune.train.shards import BLOCKS, SHARDS, read_shards, silence_torch
-from pyprune.train.shared_state import load_shared
+from pyprune.train.shards import BLOCKS, SHARDS, read_parts, read_shards, silence_torch
 from pyprune.train.state import TrainState, load_state, save_state
 
 
@@ -59,4 +58,4 @@ def test_blocks_of_one_process_are_refused_in_several(tmp_path: Path) -> None:
     path = save_state(tmp_path, TrainState(4, {}, {"weights": {"w": torch.ones(2)}, "optimizer": moments(0)}))
     assert load_state(path).tensors["optimizer"].keys() == moments(0).keys()
     with pytest.raises(CheckpointError, match=r"a lean training in 1 process.*: continue it in 1 process"):
-        load_shared(path, lambda *_: None, lambda group, key, tensor: tensor)
+        read_parts(path, lambda *_: None, lambda group, key, tensor: tensor)
