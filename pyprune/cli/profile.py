@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGEST = 10_000_000
+FACTS_OF_FIT = ("residual", "left_out_median", "left_out_worst", "left_out", "seconds", "spread", "coefficients")
+"""Attributes of a fit to a workload that --json has."""
 
 
 @guard
@@ -176,13 +178,7 @@ def summary(costs: MeasuredCosts) -> dict[str, Any]:
     fits = {
         str(quantity): {
             "dense_seconds": fit.seconds["dense"],
-            "residual": fit.residual,
-            "left_out_median": fit.left_out_median,
-            "left_out_worst": fit.left_out_worst,
-            "left_out": fit.left_out,
-            "seconds": fit.seconds,
-            "spread": fit.spread,
-            "coefficients": fit.coefficients,
+            **{name: getattr(fit, name) for name in FACTS_OF_FIT},
         }
         for quantity, fit in costs.fits.items()
     }

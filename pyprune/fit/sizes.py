@@ -31,24 +31,10 @@ TOLERANCE = 0.02
 HEAD_PAIRS = 4
 """Most distinct pairs of query and KV heads by default: vLLM plans the attention of each pair separately."""
 FFN_MULTIPLES = {
-    "float32": 64,
-    "bfloat16": 64,
-    "float16": 64,
-    "w8a8-int8": 64,
-    "fp8": 128,
-    "w8a16": 128,
-    "w4a16": 32,
-    "f32": 32,
-    "f16": 32,
-    "bf16": 32,
-    "q8_0": 32,
-    "q4_0": 32,
-    "q4_1": 32,
-    "q5_0": 32,
-    "q5_1": 32,
-    "q6_k": 256,
-    "q5_k": 256,
-    "q4_k": 256,
+    **dict.fromkeys(("float32", "bfloat16", "float16", "w8a8-int8"), 64),
+    **dict.fromkeys(("fp8", "w8a16"), 128),
+    **dict.fromkeys(("w4a16", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"), 32),
+    **dict.fromkeys(("q6_k", "q5_k", "q4_k"), 256),
 }
 """Format of the weights -> good multiple of FFN widths: 128 for the tiles of fp8 and Marlin, 32 for groups of four-bit
 weights and llama.cpp's blocks, 256 for its K-quants (whose matrices fall back to another format otherwise)."""

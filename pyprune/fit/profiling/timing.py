@@ -6,15 +6,17 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+from typing_extensions import override
 
 from pyprune.checkpoint.load import ModelSource, Reading
+from pyprune.config.base import Config, option
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
@@ -41,7 +43,7 @@ PRODUCT_REPEATS = 9
 
 
 @dataclass(frozen=True)
-class ProfileOptions:
+class ProfileOptions(Config):
     """The workloads, engine and turns of a profile.
 
     Attributes:
@@ -60,12 +62,12 @@ class ProfileOptions:
     engine: str = "auto"
     dtype: str | None = None
     device: str = "auto"
-    repeats: int = 3
+    repeats: int = option(3, at_least=1)
     prefill: tuple[int, ...] | None = None
     generation: tuple[tuple[int, ...], ...] | None = None
     probes: int | None = None
     seed: int = 0
-    resident: int | None = None
+    resident: int | None = option(None, at_least=1)
 
     @property
     def quantities(self) -> list[Quantity]:
@@ -90,25 +92,18 @@ class ProfileOptions:
             generation=batches if self.generation is None else self.generation,
         )
 
-    def validate(self) -> None:
-        """Raise :class:`ConfigError` with every invalid option."""
-        problems = seed_problems(self.seed)
-        for name, value in (("repeats", self.repeats), ("resident", self.resident)):
-            if value is not None and value < 1:
-                problems.append(f"{name} is {value}; it must be at least 1.")
+    @override
+    def problems(self) -> Iterator[str]:
+        yield from seed_problems(self.seed)
         if self.probes is not None and self.probes < 2:
-            problems.append(f"probes is {self.probes}; a fit needs at least 2 in addition to the dense model.")
+            yield f"probes is {self.probes}; a fit needs at least 2 in addition to the dense model."
         if not self.quantities:
-            problems.append("Neither prefill nor generation is to be measured; name at least one length or batch.")
-        problems += [
-            f"{quantity} is no workload; lengths and batches must be at least 1."
-            for quantity in self.quantities
-            if quantity.tokens < 1 or quantity.batch < 1
-        ]
+            yield "Neither prefill nor generation is to be measured; name at least one length or batch."
+        for quantity in self.quantities:
+            if quantity.tokens < 1 or quantity.batch < 1:
+                yield f"{quantity} is no workload; lengths and batches must be at least 1."
         if self.device not in ("auto", "cpu") and not self.device.startswith("cuda"):
-            problems.append(f"device is {self.device!r}; use auto, cpu or cuda.")
-        if problems:
-            raise ConfigError(problems)
+            yield f"device is {self.device!r}; use auto, cpu or cuda."
 
 
 def take_profile(
