@@ -22,6 +22,7 @@ from pyprune.checkpoint.record import has_record
 from pyprune.checkpoint.verify import CHAT_TEMPLATES, TOKENIZER_CONFIG, TOKENIZER_FILES
 from pyprune.errors import CheckpointError, shown
 from pyprune.plan import MAX_INDEX
+from pyprune.runtime.descriptors import redirect
 from pyprune.runtime.progress import warn
 
 MARKS = ("tokenizer*", "*vocab*", "*.model", "*.model.v*", "*.tiktoken", "tekken*.json")
@@ -210,24 +211,15 @@ def _hide_panic_reports() -> Iterator[None]:
 
     The tokenizers library prints a panic there (a page with RUST_BACKTRACE) before the exception arrives.
     """
-    try:
-        sys.stderr.flush()
-        real = os.dup(2)
-    except (OSError, AttributeError):  # there is no stderr
-        yield
-        return
     panicked = False
     with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
         try:
-            yield
+            with redirect(2, held):
+                yield
         except BaseException as error:
             panicked = is_panic(error)
             raise
         finally:
-            sys.stderr.flush()
-            os.dup2(real, 2)
-            os.close(real)
             held.seek(0)
-            if not panicked:
-                sys.stderr.write(held.read().decode(errors="replace"))
+            if not panicked and (text := held.read()):
+                sys.stderr.write(text.decode(errors="replace"))

@@ -17,9 +17,7 @@ of other objectives: the sum of the losses' roots takes much from few layers, th
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any, Literal, get_args
@@ -36,6 +34,7 @@ from pyprune.fit.choices import DROPPED, Choice, Search, UnitScores
 from pyprune.fit.limits import Budget, Limit
 from pyprune.fit.quantities import CostModel, Quantity, Widths, further_head_pairs
 from pyprune.plan import PrunePlan
+from pyprune.runtime.descriptors import redirect
 
 Variant = Literal["best", "layers", "blocks", "widths", "concentrated", "spread"]
 POWERS: dict[str, float] = {"concentrated": 0.5, "spread": 2.0}
@@ -308,7 +307,8 @@ class _Programme:
         for tightened in (0.0, _TOLERANCE, 2 * _TOLERANCE):
             within = LinearConstraint(csr_array(limits), -np.inf, np.array(most) - tightened * limited)
             constraints = [LinearConstraint(one_each, 1, 1), within, *pair_rows]
-            with _silent_stdout():
+            # HiGHS prints to the descriptor of stdout whatever its options say, into the JSON that a command prints.
+            with open(os.devnull, "wb") as nowhere, redirect(1, nowhere):
                 result = milp(
                     weights,
                     integrality=np.ones(width),
@@ -366,28 +366,6 @@ class _Programme:
         loss = float(sum(choice.loss for choice in chosen)) + self.search.hidden[self.hidden]
         widths = tuple(choice.widths for choice in chosen)
         return Solution(self.hidden, widths, loss, self._amounts(chosen), variant)
-
-
-@contextmanager
-def _silent_stdout() -> Iterator[None]:
-    """Discard the output of HiGHS to the descriptor of stdout, which its options do not turn off.
-
-    It would spoil the JSON that a command prints.
-    """
-    try:
-        stdout = os.dup(1)
-    except OSError:  # a process without stdout
-        yield
-        return
-    sys.stdout.flush()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nowhere)
 
 
 def _belongs(widths: Widths, dense: Widths, variant: Variant) -> bool:

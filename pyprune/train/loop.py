@@ -23,7 +23,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,40 +165,35 @@ def train(
             run.release()
 
 
+@dataclass(eq=False)
 class _Run:
     """The state of one call of :func:`train`."""
 
-    def __init__(
-        self,
-        shards: Whole,
-        samples: Batch,
-        validation: Batch | None,
-        config: TrainConfig,
-        objective: Objective,
-        checkpoint_dir: Path | None,
-        keep_last_good: bool,
-    ) -> None:
-        self.shards = shards
-        self.model = shards.model
-        self.samples = samples
-        self.validation = validation
-        self.objective = objective
-        self.checkpoint_dir = checkpoint_dir
+    shards: Whole
+    samples: Batch
+    validation: Batch | None
+    config: TrainConfig
+    objective: Objective
+    checkpoint_dir: Path | None
+    keep_last_good: bool
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    last_good: dict[str, Tensor] = field(default_factory=dict)
+    last_good_step: int = 0
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_loss: float = math.inf
+    bad_validations: int = 0
+    updating: bool = False
+    changed: bool = False
+    done: bool = False
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self.model = self.shards.model
         self.device = next(self.model.parameters()).device
-        self.config = config = decide_dtype(config, self.model, self.device)
-        self.copies = place_of_copies(config, self.device)
-        self.keep_last_good = keep_last_good and self.copies is not None
-        self.report = TrainReport(objective.name, computed_in(config, self.model))
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.last_good: dict[str, Tensor] = {}
-        self.last_good_step = 0
-        self.best: dict[str, Tensor] = {}
-        self.best_loss = math.inf
-        self.bad_validations = 0
-        self.updating = False
-        self.changed = False
-        self.done = False
-        self.in_backward = False
+        self.config = decide_dtype(self.config, self.model, self.device)
+        self.copies = place_of_copies(self.config, self.device)
+        self.keep_last_good = self.keep_last_good and self.copies is not None
+        self.report = TrainReport(self.objective.name, computed_in(self.config, self.model))
 
     def execute(self, resume: bool, description: str) -> TrainReport:
         started = time.monotonic()
