@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, Self, cast
 
 from pyprune.errors import ConfigError, MissingDependencyError, PypruneError, did_you_mean, install_command
+from pyprune.runtime.interrupts import interrupts_deferred
 from pyprune.runtime.progress import say
 
 EngineName = Literal["vllm", "transformers", "llamacpp"]
@@ -99,10 +100,80 @@ def measured_environment() -> dict[str, str]:
     return {name: value for name, value in engine_environment().items() if name != KV_CACHE_SPACE}
 
 
-class Engine:
-    """One model in one engine in a child process, kept alive between commands.
+class ModelProcess(ABC):
+    """A process that runs one model, in a group with everything that it started, until it is closed.
 
-    Use it as a context manager: leaving the block ends the child and everything that it started.
+    Use it as a context manager: leaving the block ends the group.
+
+    Args:
+        command: that starts it.
+        kind: of process, in the name of its log.
+        model: its name, for messages.
+        environment: of the process.
+        cwd: folder that it is started in; None = this process's.
+        has_pipes: whether its stdin and stdout are pipes; otherwise it prints to the log alone.
+    """
+
+    stop_s = 30.0
+    """Seconds until it is killed after it was asked to end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        kind: str,
+        model: str,
+        environment: Mapping[str, str],
+        *,
+        cwd: Path | None = None,
+        has_pipes: bool = False,
+    ) -> None:
+        self.model = model
+        self._log = tempfile.NamedTemporaryFile(prefix=f"pyprune-{kind}-", suffix=".log")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if has_pipes else self._log,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that the process and its living descendants have used (0 without /proc)."""
+        return group_cpu_seconds(self._process.pid)
+
+    def peak_memory_bytes(self) -> int:
+        """Return the most memory of every living process, summed, shared pages in each (0 without /proc)."""
+        return group_peak_bytes(self._process.pid)
+
+    def error(self, what: str) -> EngineError:
+        """Return the error for an event at the process, a sentence without its full stop, with the end of its log."""
+        return engine_error(what, Path(self._log.name))
+
+    @abstractmethod
+    def ask_to_end(self) -> None:
+        """Let the process end while others do; :meth:`close` waits for it."""
+
+    def close(self) -> None:
+        """End the group; safe to call twice. A second Ctrl-C waits, or processes would be left behind."""
+        with interrupts_deferred():
+            self.ask_to_end()
+            end_group(self._process, self.stop_s)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Engine(ModelProcess):
+    """One model in one engine in a child process, kept alive between commands.
 
     Args:
         engine: vllm, transformers or llamacpp.
@@ -118,20 +189,13 @@ class Engine:
         EngineError: the model did not load.
     """
 
+    stop_s = 15.0
+
     def __init__(self, engine: EngineName, options: Mapping[str, Any]) -> None:
         self.engine = engine
-        self.model = str(options["model"])
         started = time.perf_counter()
-        self._log = tempfile.NamedTemporaryFile(prefix="pyprune-engine-", suffix=".log")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [*PYTHON, "-m", "pyprune.serving.speed.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=measured_environment(),
-            start_new_session=True,
-        )
+        command = [*PYTHON, "-m", "pyprune.serving.speed.worker"]
+        super().__init__(command, "engine", str(options["model"]), measured_environment(), has_pipes=True)
         # Popen types its pipes as optional; both were requested.
         self._stdin = cast(IO[str], self._process.stdin)
         self._stdout = cast(IO[str], self._process.stdout)
@@ -160,36 +224,10 @@ class Engine:
             raise self._error(f"generated {reply['tokens']} tokens where {expected} were requested")
         return float(reply["seconds"]), int(reply["tokens"])
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that the child and its living descendants have used (0 without /proc)."""
-        return group_cpu_seconds(self._process.pid)
-
-    def peak_memory_bytes(self) -> int:
-        """Return the sum of the most memory that the child and each living descendant held.
-
-        Shared pages count in each process; 0 without /proc.
-        """
-        return group_peak_bytes(self._process.pid)
-
     def ask_to_end(self) -> None:
-        """Let the child end while others do; :meth:`close` waits for it."""
+        """See :meth:`ModelProcess.ask_to_end`."""
         with contextlib.suppress(OSError, ValueError):
             self._stdin.close()
-
-    def close(self) -> None:
-        """End the child and its descendants; safe to call twice."""
-        self.ask_to_end()
-        end_group(self._process, patience=15)
-        self._stdout.close()
-        self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _ask(self, timeout: float, **command: Any) -> dict[str, Any]:
         try:
@@ -209,7 +247,7 @@ class Engine:
         return reply
 
     def _error(self, event: str) -> EngineError:
-        return engine_error(f"The {self.engine} engine for {self.model} {event}", Path(self._log.name))
+        return self.error(f"The {self.engine} engine for {self.model} {event}")
 
 
 def let_settle(waiting: int, engine: str = "vllm") -> None:

@@ -7,26 +7,14 @@ import os
 import re
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from pyprune.runtime.interrupts import interrupts_deferred
-from pyprune.serving.engines import (
-    LOAD_TIMEOUT_S,
-    EngineError,
-    end_group,
-    engine_error,
-    group_cpu_seconds,
-    group_peak_bytes,
-    measured_environment,
-)
+from pyprune.serving.engines import LOAD_TIMEOUT_S, ModelProcess, measured_environment
 from pyprune.serving.load.capacity import ServerFacts, server_facts
 from pyprune.serving.vllm.supervise import END_WITH
 
@@ -37,13 +25,10 @@ ANSWER_SHOWN = 500
 START_PATIENCE = 8
 """A start may take this many times as long as it may be silent."""
 TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total.*", re.MULTILINE)
-STOP_S = 30.0
 
 
-class Server:
+class Server(ModelProcess):
     """A server that answers, until it is closed.
-
-    Use it as a context manager: leaving the block ends the server and everything that it started.
 
     Args:
         command: that starts it, up to its address.
@@ -71,24 +56,17 @@ class Server:
         cwd: Path | None = None,
         patience: float = LOAD_TIMEOUT_S,
     ) -> None:
-        self.model = model
         self._port = free_port()
         self.url = f"http://{HOST}:{self._port}"
-        self._log = tempfile.NamedTemporaryFile(prefix="pyprune-server-", suffix=".log")  # noqa: SIM115
-        started = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*command, "--host", HOST, "--port", str(self._port)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=server_environment() if environment is None else environment,
-            cwd=cwd,
-            start_new_session=True,
-        )
+        started, address = time.perf_counter(), ["--host", HOST, "--port", str(self._port)]
+        super().__init__([*command, *address], "server", model, environment or server_environment(), cwd=cwd)
         try:
             self._wait_until_healthy(started, patience)
             self.load_seconds = time.perf_counter() - started
-            self.facts: ServerFacts = server_facts(self._text(), self.get("/metrics") or "")
+            log = Path(self._log.name)
+            self.facts: ServerFacts = server_facts(
+                log.read_text(encoding="utf-8", errors="replace"), self.get("/metrics") or ""
+            )
         except BaseException:
             self.close()
             raise
@@ -108,18 +86,6 @@ class Server:
         """Raise :class:`EngineError` if the server has ended."""
         if self._process.poll() is not None:
             raise self.error(f"The server of {self.model} ended with status {self._process.returncode}")
-
-    def error(self, what: str) -> EngineError:
-        """Return the error for an event at the server, a sentence without its full stop, with the end of its log."""
-        return engine_error(what, self._path)
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that the server's processes have used (0 without /proc)."""
-        return group_cpu_seconds(self._process.pid)
-
-    def peak_memory_bytes(self) -> int:
-        """Return the sum of the most memory that each process held, with shared pages in each (0 without /proc)."""
-        return group_peak_bytes(self._process.pid)
 
     def get(self, path: str) -> str | None:
         """Return the answer to a request; None without one, or for another status than 200."""
@@ -174,36 +140,16 @@ class Server:
         return answer.status, text
 
     def ask_to_end(self) -> None:
-        """Let the server end while others do; :meth:`close` waits for it."""
+        """See :meth:`ModelProcess.ask_to_end`."""
         self._process.terminate()
-
-    def close(self) -> None:
-        """End the server and its processes; safe to call twice. A second Ctrl-C waits, or they would be left behind."""
-        with interrupts_deferred():
-            self.ask_to_end()
-            end_group(self._process, STOP_S)
-            self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def _path(self) -> Path:
-        return Path(self._log.name)
-
-    def _text(self) -> str:
-        return self._path.read_text(encoding="utf-8", errors="replace")
 
     def _wait_until_healthy(self, started: float, patience: float) -> None:
         written, last = 0, started + START_PATIENCE * patience  # some logs go on while nothing else does
         while self.get("/health") is None:
             self.check()
-            if (size := self._path.stat().st_size) != written:  # a large model is read, and compiled, part by part
+            if (
+                size := os.stat(self._log.name).st_size
+            ) != written:  # a large model is read, and compiled, part by part
                 written, started = size, time.perf_counter()
             if time.perf_counter() > last:
                 raise self.error(f"The server of {self.model} was not healthy for {START_PATIENCE * patience:.0f} s")
