@@ -14,12 +14,7 @@ from pyprune.runtime.progress import warn
 from pyprune.serving.adapters import foreign_adapter
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
-from pyprune.serving.vllm.cpu import (
-    cache_environment,
-    memory_nodes_warning,
-    saturating_int8_warning,
-    slow_products_warning,
-)
+from pyprune.serving.vllm.cpu import cache_environment, cpu_warnings
 from pyprune.serving.vllm.limits import adapter_obstacle, rounding_obstacle, serving_warnings, stock_obstacle
 from pyprune.serving.vllm.options import draft_config, given_options, hub_of
 from pyprune.serving.vllm.plugin import architectures, loading_obstacle
@@ -71,13 +66,8 @@ def _command(checkpoint: Checkpoint, folder: str | Path, extra_args: Sequence[st
     if not verify:
         warn(f"The files of {folder} were not verified.")
     given = given_options(extra_args)
-    version = vllm_version()
-    on_cpu = (
-        *memory_nodes_warning(given, version),
-        *slow_products_warning(checkpoint.config, given, version),
-        *saturating_int8_warning(checkpoint.config, version),
-    )
-    for warning in (*serving_warnings(checkpoint.config), *on_cpu):
+    config = checkpoint.config
+    for warning in (*serving_warnings(config), *cpu_warnings(config, given, vllm_version())):
         warn(warning)
     words = [*PYTHON, "-m", "pyprune.serving.vllm.launch", "serve"]
     if os.path.isdir(folder):  # unchanged: vLLM names the model by these words, such as pruned/ or ./pruned

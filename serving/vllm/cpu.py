@@ -34,30 +34,8 @@ SIMULATED, VISIBLE = "VLLM_CPU_SIM_MULTI_NUMA", "CPU_VISIBLE_MEMORY_NODES"
 MEMORY = Path("/proc/self/status")
 
 
-def memory_nodes_warning(given: argparse.Namespace, version: str) -> tuple[str, ...]:
-    """Warn that vLLM on a CPU would end while it binds each rank to a memory node, because there are fewer nodes.
-
-    Args:
-        given: options of ``vllm serve``, as of :func:`~pyprune.serving.vllm.options.given_options`.
-        version: of vLLM.
-    """
-    ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
-    binds = (os.environ.get(THREADS_BIND) or "auto") == "auto" and os.environ.get(SIMULATED, "0") == "0"
-    # Not all ranks are on this machine, or vLLM's own processes are not what runs them.
-    elsewhere = given.nnodes not in (None, "1") or given.distributed_executor_backend not in (None, "mp")
-    if ranks == 1 or elsewhere or not binds or not is_cpu_build(version):
-        return ()
-    nodes = memory_nodes(MEMORY.read_text(encoding="ascii", errors="replace") if MEMORY.is_file() else "")
-    if not 0 < nodes < ranks:
-        return ()
-    return (
-        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
-        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.',
-    )
-
-
-def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> tuple[str, ...]:
-    """Warn that this CPU has no arithmetic for the dtype in which vLLM will run a model.
+def cpu_warnings(config: Mapping[str, Any], given: argparse.Namespace, version: str) -> list[str]:
+    """Return a sentence for each thing that will go wrong, or slowly, on this CPU; [] where vLLM runs elsewhere.
 
     Args:
         config: config.json of the model.
@@ -65,7 +43,30 @@ def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, 
         version: of vLLM.
     """
     if not is_cpu_build(version):
-        return ()
+        return []
+    warnings = memory_nodes_warning(given), _slow_products_warning(config, given), _saturating_int8_warning(config)
+    return list(filter(None, warnings))
+
+
+def memory_nodes_warning(given: argparse.Namespace) -> str | None:
+    """Warn that vLLM on a CPU would end while it binds each rank to a memory node, because there are fewer nodes."""
+    ranks = max(1, given.tensor_parallel_size) * max(1, given.pipeline_parallel_size)
+    binds = (os.environ.get(THREADS_BIND) or "auto") == "auto" and os.environ.get(SIMULATED, "0") == "0"
+    # Not all ranks are on this machine, or vLLM's own processes are not what runs them.
+    elsewhere = given.nnodes not in (None, "1") or given.distributed_executor_backend not in (None, "mp")
+    if ranks == 1 or elsewhere or not binds:
+        return None
+    nodes = memory_nodes(MEMORY.read_text(encoding="ascii", errors="replace") if MEMORY.is_file() else "")
+    if not 0 < nodes < ranks:
+        return None
+    return (
+        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
+        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.'
+    )
+
+
+def _slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace) -> str | None:
+    """Warn that this CPU has no arithmetic for the dtype in which vLLM will run a model."""
     from torch import device
 
     from pyprune.runtime.device import slow_dtype_warning
@@ -74,25 +75,18 @@ def slow_products_warning(config: Mapping[str, Any], given: argparse.Namespace, 
     default = "float16" if config.get("dtype", config.get("torch_dtype")) == "float16" else "bfloat16"
     asked = {None: default, "auto": default, "half": "float16", "float": "float32"}.get(given.dtype, given.dtype)
     warning = slow_dtype_warning(asked, device("cpu"))
-    return () if warning is None else (f"vLLM will run in {asked}, and {warning} (--dtype float32)",)
+    return None if warning is None else f"vLLM will run in {asked}, and {warning} (--dtype float32)"
 
 
-def saturating_int8_warning(config: Mapping[str, Any], version: str) -> tuple[str, ...]:
-    """Warn that this CPU computes the products of an int8 model wrongly, in vLLM and elsewhere.
-
-    Args:
-        config: config.json of the model.
-        version: of vLLM.
-    """
-    if not is_cpu_build(version) or quantised_layout(config) != "int-quantized":
-        return ()
+def _saturating_int8_warning(config: Mapping[str, Any]) -> str | None:
+    """Warn that this CPU computes the products of an int8 model wrongly, in vLLM and elsewhere."""
     from pyprune.runtime.device import int8_products_saturate
 
-    if not int8_products_saturate():
-        return ()
+    if quantised_layout(config) != "int-quantized" or not int8_products_saturate():
+        return None
     return (
         "this CPU has no VNNI instructions, without which sums of int8 products (w8a8-int8) saturate in oneDNN: "
-        "answers are off. Serve the checkpoint that is not quantised, or export with --quantise w4a16.",
+        "answers are off. Serve the checkpoint that is not quantised, or export with --quantise w4a16."
     )
 
 
