@@ -110,35 +110,75 @@ class _NormWeight(nn.Module):
         return (self.weight * (x.float() * scale)).to(x.dtype)
 
 
-class Surroundings:
-    """The parts of a family before its first layer and after its last; by default those of vLLM's LLaMA.
+class FamilyLayer:
+    """A decoder layer, and the parts of its family around the layers; by default those of vLLM's LLaMA.
 
     Attributes:
         model_class: embedding, layers and last norm.
         head_bias: the head adds a bias to the logits.
         embedding_modules: modules that vLLM prepares for adapters in addition to the projections.
+        attention_norms: names of the norms before and after attention; None = there is none.
+        mlp_norms: names of those before and after the MLP.
     """
 
     model_class: type[LlamaModel] = LlamaModel
     head_bias = False
     embedding_modules: Mapping[str, str] = getattr(LlamaForCausalLM, "embedding_modules", {})
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    self_attn: Any
+    mlp: Any
+
+    def read_sizes(self, whole: Any, prefix: str) -> Any:
+        """Return the configuration of the layer at its own sizes, and remember which sub-blocks it has."""
+        own = whole.layer_config(extract_layer_index(prefix))
+        skip = getattr(own, "skip", ())
+        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
+        return own
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
         """Return the options of vLLM's logits processor; {} = the logits are unchanged."""
         return {}
 
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
+        if self.attends:
+            before, after = self.attention_norms
+            hidden_states, residual = self._normalise(before, hidden_states, residual)
+            hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+            hidden_states = self.scale_output(hidden_states if after is None else getattr(self, after)(hidden_states))
+        if self.feeds:
+            before, after = self.mlp_norms
+            hidden_states, residual = self._normalise(before, hidden_states, residual)
+            hidden_states = self.mlp(hidden_states)
+            hidden_states = self.scale_output(hidden_states if after is None else getattr(self, after)(hidden_states))
+        return hidden_states, residual
 
-class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
+    def scale_output(self, output: Tensor) -> Tensor:
+        """Return the output of a sub-block as it is added to the stream."""
+        return output
+
+    def _normalise(self, name: str | None, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (norm(stream), stream); vLLM's RMSNorms add the two parts themselves."""
+        norm = None if name is None else getattr(self, name)
+        if residual is not None and isinstance(norm, (RMSNorm, GemmaRMSNorm)):
+            normed, stream = norm(hidden_states, residual)
+            return normed, stream
+        stream = hidden_states if residual is None else hidden_states + residual
+        return stream if norm is None else norm(stream), stream
+
+
+class PrunedDecoderLayer(FamilyLayer, LlamaDecoderLayer):
     """A LLaMA layer at the sizes of its index, without the sub-blocks that were removed."""
 
     attention_class: type[nn.Module] = LlamaAttention
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         whole = config or vllm_config.model_config.hf_config
-        own = self.adapt(whole.layer_config(extract_layer_index(prefix)))
-        skip = getattr(own, "skip", ())
-        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
+        own = self.adapt(self.read_sizes(whole, prefix))
         attention = self.attention_class if self.attends else NoAttention
         super().__init__(vllm_config, prefix, own, attn_layer_type=attention)
         if getattr(whole, "output_bias", False):
@@ -152,39 +192,17 @@ class PrunedDecoderLayer(Surroundings, LlamaDecoderLayer):
         """Return the layer's configuration under the names that vLLM's LLaMA layer reads."""
         return config
 
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        if self.attends:
-            hidden_states, residual = _normalise(self.input_layernorm, hidden_states, residual)
-            hidden_states = self.scale_output(self.self_attn(positions=positions, hidden_states=hidden_states))
-        if self.feeds:
-            hidden_states, residual = _normalise(self.post_attention_layernorm, hidden_states, residual)
-            hidden_states = self.scale_output(self.mlp(hidden_states))
-        return hidden_states, residual
-
-    def scale_output(self, output: Tensor) -> Tensor:
-        """Return the output of a sub-block as it is added to the stream."""
-        return output
-
 
 def _give_output_biases(layer: Any, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-    """Give the output projections a bias; vLLM's switch for the MLP would require one on gate and up too."""
+    """Give the output projections a bias; vLLM's switch for the MLP would require one on its other projections too."""
     options = {"output_size": own.hidden_size, "bias": True, "quant_config": vllm_config.quant_config}
     if layer.attends:
         width = own.num_attention_heads * own.head_dim
         layer.self_attn.o_proj = RowParallelLinear(width, prefix=f"{prefix}.self_attn.o_proj", **options)
     if layer.feeds:
-        layer.mlp.down_proj = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.down_proj", **options)
-
-
-def _normalise(norm: Any, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (norm(stream), stream)."""
-    if residual is None:
-        return norm(hidden_states), hidden_states
-    normed, stream = norm(hidden_states, residual)
-    return normed, stream
+        name = "fc2" if isinstance(layer.mlp, PlainMLP) else "down_proj"
+        projection = RowParallelLinear(own.intermediate_size, prefix=f"{prefix}.mlp.{name}", **options)
+        setattr(layer.mlp, name, projection)
 
 
 class BiasedDecoderLayer(PrunedDecoderLayer):
@@ -233,11 +251,11 @@ class ScaledDecoderLayer(PrunedDecoderLayer):
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
-        """See :meth:`Surroundings.logits_options`."""
+        """See :meth:`FamilyLayer.logits_options`."""
         return {"scale": 1 / config.logits_scaling}
 
     def scale_output(self, output: Tensor) -> Tensor:
-        """See :meth:`PrunedDecoderLayer.scale_output`."""
+        """See :meth:`FamilyLayer.scale_output`."""
         return output * self.residual_multiplier
 
 
@@ -256,24 +274,38 @@ class GemmaModel(LlamaModel):
         return super().embed_input_ids(input_ids) * self.normalizer  # type: ignore[no-any-return]
 
 
-class OwnDecoderLayer(Surroundings, nn.Module):
-    """A layer that does not fit vLLM's LLaMA layer; subclasses build it."""
+class OwnDecoderLayer(FamilyLayer, nn.Module):
+    """A layer that does not fit vLLM's LLaMA layer; subclasses make its parts."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "", config: Any = None) -> None:
         super().__init__()
-        own = (config or vllm_config.model_config.hf_config).layer_config(extract_layer_index(prefix))
-        skip = getattr(own, "skip", ())
-        self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
-        self.build(own, vllm_config, prefix)
+        own = self.read_sizes(config or vllm_config.model_config.hf_config, prefix)
+        if self.attends:
+            self.self_attn = self.make_attention(own, vllm_config, f"{prefix}.self_attn")
+        if self.feeds:
+            self.mlp = self.make_mlp(own, vllm_config, f"{prefix}.mlp")
+        names = (*(self.attention_norms if self.attends else ()), *(self.mlp_norms if self.feeds else ()))
+        for name in filter(None, names):
+            setattr(self, name, self.make_norm(own))
+        if getattr(own, "output_bias", False):
+            _give_output_biases(self, own, vllm_config, prefix)
 
-    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """Make the modules of the sub-blocks that exist.
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """Make the attention.
 
         Args:
             own: configuration with the sizes of this layer.
             vllm_config: of the engine.
-            prefix: name of the layer.
+            prefix: name of the module.
         """
+        raise NotImplementedError
+
+    def make_mlp(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """Make the MLP; the arguments are those of :meth:`make_attention`."""
+        raise NotImplementedError
+
+    def make_norm(self, own: Any) -> nn.Module:
+        """Make one of the layer's norms."""
         raise NotImplementedError
 
 
@@ -282,49 +314,27 @@ class GemmaDecoderLayer(OwnDecoderLayer):
 
     model_class = GemmaModel
     embedding_modules: Mapping[str, str] = {}  # vLLM takes no adapters on a head of 262,144 words
+    attention_norms = ("input_layernorm", "post_attention_layernorm")
+    mlp_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 
-    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """See :meth:`OwnDecoderLayer.build`."""
-        size, eps, quant_config = own.hidden_size, own.rms_norm_eps, vllm_config.quant_config
-        if self.attends:
-            self.input_layernorm = GemmaRMSNorm(size, eps=eps)
-            self.self_attn = Gemma3Attention(
-                config=own,
-                hidden_size=size,
-                num_heads=own.num_attention_heads,
-                num_kv_heads=own.num_key_value_heads,
-                head_dim=own.head_dim,
-                max_position_embeddings=own.max_position_embeddings,
-                cache_config=vllm_config.cache_config,
-                quant_config=quant_config,
-                attn_logits_soft_cap=own.attn_logit_softcapping,
-                prefix=f"{prefix}.self_attn",
-            )
-            self.post_attention_layernorm = GemmaRMSNorm(size, eps=eps)
-        if self.feeds:
-            self.pre_feedforward_layernorm = GemmaRMSNorm(size, eps=eps)
-            self.mlp = Gemma3MLP(size, own.intermediate_size, own.hidden_activation, quant_config, f"{prefix}.mlp")
-            self.post_feedforward_layernorm = GemmaRMSNorm(size, eps=eps)
-        if getattr(own, "output_bias", False):
-            _give_output_biases(self, own, vllm_config, prefix)
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        options = {"head_dim": own.head_dim, "attn_logits_soft_cap": own.attn_logit_softcapping}
+        return _attention(Gemma3Attention, own, vllm_config, prefix, **options)
+
+    def make_mlp(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_mlp`."""
+        activation, quant_config = own.hidden_activation, vllm_config.quant_config
+        return Gemma3MLP(own.hidden_size, own.intermediate_size, activation, quant_config, prefix)  # type: ignore[no-any-return]
+
+    def make_norm(self, own: Any) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_norm`."""
+        return GemmaRMSNorm(own.hidden_size, eps=own.rms_norm_eps)  # type: ignore[no-any-return]
 
     @staticmethod
     def logits_options(config: Any) -> dict[str, Any]:
-        """See :meth:`Surroundings.logits_options`."""
+        """See :meth:`FamilyLayer.logits_options`."""
         return {"soft_cap": config.final_logit_softcapping}
-
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        if self.attends:
-            hidden_states, residual = _normalise(self.input_layernorm, hidden_states, residual)
-            hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
-            hidden_states = self.post_attention_layernorm(hidden_states)
-        if self.feeds:
-            hidden_states, residual = _normalise(self.pre_feedforward_layernorm, hidden_states, residual)
-            hidden_states = self.post_feedforward_layernorm(self.mlp(hidden_states))
-        return hidden_states, residual
 
 
 def layer_norm(config: Any, eps: float, *, affine: bool = True) -> nn.Module:
@@ -393,12 +403,12 @@ class Starcoder2Model(LayerNormModel):
 class PlainMLP(nn.Module):
     """Two projections without a gate."""
 
-    def __init__(self, own: Any, vllm_config: VllmConfig, prefix: str, *, bias: bool, output_bias: bool) -> None:
+    def __init__(self, own: Any, vllm_config: VllmConfig, prefix: str, *, bias: bool) -> None:
         super().__init__()
         inner, outer, options = own.intermediate_size, own.hidden_size, {"quant_config": vllm_config.quant_config}
         self.fc1 = ColumnParallelLinear(outer, inner, bias=bias, prefix=f"{prefix}.fc1", **options)
         self.act = get_act_fn(own.hidden_act)
-        self.fc2 = RowParallelLinear(inner, outer, bias=output_bias, prefix=f"{prefix}.fc2", **options)
+        self.fc2 = RowParallelLinear(inner, outer, bias=bias, prefix=f"{prefix}.fc2", **options)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
@@ -407,15 +417,7 @@ class PlainMLP(nn.Module):
         return output  # type: ignore[no-any-return]
 
 
-def _attention(
-    own: Any,
-    vllm_config: VllmConfig,
-    prefix: str,
-    *,
-    bias: bool,
-    output_bias: bool,
-    kind: Any = LlamaAttention,
-) -> nn.Module:
+def _attention(kind: Any, own: Any, vllm_config: VllmConfig, prefix: str, **options: Any) -> nn.Module:
     return kind(  # type: ignore[no-any-return]
         config=own,
         hidden_size=own.hidden_size,
@@ -423,32 +425,45 @@ def _attention(
         num_kv_heads=own.num_key_value_heads or own.num_attention_heads,
         max_position_embeddings=own.max_position_embeddings,
         quant_config=vllm_config.quant_config,
-        bias=bias,
-        bias_o_proj=output_bias,
         cache_config=vllm_config.cache_config,
         prefix=prefix,
+        **options,
     )
 
 
-class PhiDecoderLayer(OwnDecoderLayer):
+class LayerNormDecoderLayer(OwnDecoderLayer):
+    """LayerNorms before LLaMA's attention and an MLP without a gate."""
+
+    model_class: type[LayerNormModel]
+
+    def has_bias(self, own: Any) -> bool:
+        """Return whether the projections have a bias."""
+        return True
+
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        bias = self.has_bias(own)
+        return _attention(LlamaAttention, own, vllm_config, prefix, bias=bias, bias_o_proj=bias)
+
+    def make_mlp(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_mlp`."""
+        return PlainMLP(own, vllm_config, prefix, bias=self.has_bias(own))
+
+    def make_norm(self, own: Any) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_norm`."""
+        return layer_norm(own, getattr(own, self.model_class.eps_field))
+
+
+class PhiDecoderLayer(LayerNormDecoderLayer):
     """Phi-1/1.5/2: attention and MLP side by side after one LayerNorm, biases everywhere."""
 
     model_class = PhiModel
     head_bias = True
-
-    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """See :meth:`OwnDecoderLayer.build`."""
-        self.input_layernorm = layer_norm(own, own.layer_norm_eps)
-        biases = {"bias": True, "output_bias": True}
-        if self.attends:
-            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **biases)
-        if self.feeds:
-            self.mlp = PlainMLP(own, vllm_config, f"{prefix}.mlp", **biases)
+    mlp_norms = ("input_layernorm", None)
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        stream = hidden_states if residual is None else hidden_states + residual
-        normed = self.input_layernorm(stream)
+        normed, stream = self._normalise("input_layernorm", hidden_states, residual)
         if not self.feeds:
             return self.self_attn(positions=positions, hidden_states=normed), stream
         output = self.mlp(normed)
@@ -457,56 +472,32 @@ class PhiDecoderLayer(OwnDecoderLayer):
         return output, stream
 
 
-class Starcoder2DecoderLayer(OwnDecoderLayer):
+class Starcoder2DecoderLayer(LayerNormDecoderLayer):
     """StarCoder2: a LayerNorm before attention and one before the MLP; all projections have a bias, or none."""
 
     model_class = Starcoder2Model
 
-    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """See :meth:`OwnDecoderLayer.build`."""
-        biases = {"bias": own.use_bias, "output_bias": own.use_bias or getattr(own, "output_bias", False)}
-        if self.attends:
-            self.input_layernorm = layer_norm(own, own.norm_epsilon)
-            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **biases)
-        if self.feeds:
-            self.post_attention_layernorm = layer_norm(own, own.norm_epsilon)
-            self.mlp = PlainMLP(own, vllm_config, f"{prefix}.mlp", **biases)
-
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        stream = hidden_states if residual is None else hidden_states + residual
-        if not self.attends:
-            return self.mlp(self.post_attention_layernorm(stream)), stream
-        output = self.self_attn(positions=positions, hidden_states=self.input_layernorm(stream))
-        if not self.feeds:
-            return output, stream
-        stream = stream + output
-        return self.mlp(self.post_attention_layernorm(stream)), stream
+    def has_bias(self, own: Any) -> bool:
+        """See :meth:`LayerNormDecoderLayer.has_bias`."""
+        return bool(own.use_bias)
 
 
 class Olmo2DecoderLayer(OwnDecoderLayer):
     """OLMo 2: no norms before a sub-block and one after each; queries and keys are normalised over their width."""
 
-    def build(self, own: Any, vllm_config: VllmConfig, prefix: str) -> None:
-        """See :meth:`OwnDecoderLayer.build`."""
-        size, eps, quant_config = own.hidden_size, own.rms_norm_eps, vllm_config.quant_config
-        if self.attends:
-            options = {"bias": own.attention_bias, "output_bias": own.attention_bias, "kind": WidthNormedAttention}
-            self.self_attn = _attention(own, vllm_config, f"{prefix}.self_attn", **options)
-            self.post_attention_layernorm = RMSNorm(size, eps=eps)
-        if self.feeds:
-            self.mlp = LlamaMLP(size, own.intermediate_size, own.hidden_act, quant_config, prefix=f"{prefix}.mlp")
-            self.post_feedforward_layernorm = RMSNorm(size, eps=eps)
-        if getattr(own, "output_bias", False):
-            _give_output_biases(self, own, vllm_config, prefix)
+    attention_norms = (None, "post_attention_layernorm")
+    mlp_norms = (None, "post_feedforward_layernorm")
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add what is left of the layer; the stream is ``hidden_states + residual``, each [tokens, hidden]."""
-        stream = hidden_states if residual is None else hidden_states + residual
-        if not self.attends:
-            return self.post_feedforward_layernorm(self.mlp(stream)), stream
-        output = self.post_attention_layernorm(self.self_attn(positions=positions, hidden_states=stream))
-        if not self.feeds:
-            return output, stream
-        stream = stream + output
-        return self.post_feedforward_layernorm(self.mlp(stream)), stream
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        biases = {"bias": own.attention_bias, "bias_o_proj": own.attention_bias}
+        return _attention(WidthNormedAttention, own, vllm_config, prefix, **biases)
+
+    def make_mlp(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_mlp`."""
+        sizes, quant_config = (own.hidden_size, own.intermediate_size), vllm_config.quant_config
+        return LlamaMLP(*sizes, own.hidden_act, quant_config, prefix=prefix)  # type: ignore[no-any-return]
+
+    def make_norm(self, own: Any) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_norm`."""
+        return RMSNorm(own.hidden_size, eps=own.rms_norm_eps)  # type: ignore[no-any-return]
