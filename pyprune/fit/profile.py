@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -164,14 +164,8 @@ class Profile:
 
     def identity(self) -> dict[str, Any]:
         """Return the conditions of the measurements; profiles of equal conditions are interchangeable."""
-        return {
-            "engine": self.engine,
-            "dtype": self.dtype,
-            "machine": self.machine,
-            "versions": self.versions,
-            "model_type": self.model_type,
-            "dense": asdict(self.dense),
-        }
+        names = ("engine", "dtype", "machine", "versions", "model_type")
+        return {**{name: getattr(self, name) for name in names}, "dense": asdict(self.dense)}
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -201,20 +195,17 @@ class Profile:
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> Self:
         return cls(
-            engine=data["engine"],
-            dtype=data["dtype"],
+            **{name: data[name] for name in ("engine", "dtype", "model_type", "made")},
             machine=dict(data["machine"]),
             versions=dict(data["versions"]),
-            model_type=data["model_type"],
-            dense=Sizes(**data["dense"]),
             config=dict(data["config"]),
+            dense=Sizes(**data["dense"]),
             probes=tuple(
                 Probe(name, hidden, tuple(Widths(*w) for w in layers)) for name, hidden, layers in data["probes"]
             ),
             timings=tuple(Timing(p, Quantity(*q), g, start, s) for p, q, g, start, s in data["timings"]),
             products=tuple(Product(*product) for product in data["products"]),
             notes=tuple(data["notes"]),
-            made=data["made"],
         )
 
     def check(
@@ -223,8 +214,6 @@ class Profile:
         *,
         engine: str | None = None,
         dtype: str | None = None,
-        machine: Mapping[str, Any] | None = None,
-        versions: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> None:
         """Refuse a use under other conditions than those of the measurements.
@@ -233,32 +222,31 @@ class Profile:
             plan: of the model to predict; None = its family and sizes are not compared.
             engine: that will run the model; None = the profile's.
             dtype: that it will run in; None = the profile's.
-            machine: that will run it; None = this one.
-            versions: that are installed there; None = here.
             allow: warn instead, for predictions for the profile's machine, or that are known to carry over.
 
         Raises:
             BudgetError: names the conditions that differ.
         """
-        used: dict[str, Any] = {
-            "engine": engine or self.engine,
-            "dtype": dtype or self.dtype,
-            "machine": this_machine(self.machine.get("device")) if machine is None else dict(machine),
-            "versions": installed_versions(self.engine) if versions is None else dict(versions),
-            "model_type": plan.model_type if plan else self.model_type,
-            "dense": asdict(plan.dense if plan else self.dense),
-        }
-        # The version of pyprune itself does not matter.
-        stored = {**self.identity(), "versions": {k: v for k, v in self.versions.items() if k != WRITTEN_BY}}
-        used["versions"] = {k: v for k, v in used["versions"].items() if k != WRITTEN_BY}
-        differing = differences(stored, used)
+        used = replace(
+            self,
+            engine=engine or self.engine,
+            dtype=dtype or self.dtype,
+            machine=this_machine(self.machine.get("device")),
+            versions=installed_versions(self.engine),
+            model_type=plan.model_type if plan else self.model_type,
+            dense=plan.dense if plan else self.dense,
+        )
+        stored, here = self.identity(), used.identity()
+        for conditions in (stored, here):  # the version of pyprune itself does not matter
+            conditions["versions"] = {k: v for k, v in conditions["versions"].items() if k != WRITTEN_BY}
+        differing = differences(stored, here)
         if not differing:
             return
         text = f"The profile {self.name} was made under other conditions: {'; '.join(differing)}."
         if allow:
             warn(f"{text} Its predictions may be wrong here.")
             return
-        command = self.remeasure_command(engine=used["engine"], dtype=used["dtype"])
+        command = self.remeasure_command(engine=used.engine, dtype=used.dtype)
         raise BudgetError(f"{text} Measure again with `{command}`, or give --allow-mismatch to use it anyway.")
 
     def remeasure_command(self, *more: Quantity, engine: str | None = None, dtype: str | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -25,8 +26,6 @@ from pyprune.fit.quantities import Quantity, Widths, further_head_pairs, head_pa
 from pyprune.plan import PrunePlan
 from tests._support.cli import refused
 from tests.fit._profiles import GENERATION, MACHINE, PREFILL, SIZES, VERSIONS, fake_profile, identity
-
-HERE: dict[str, Any] = {"machine": MACHINE, "versions": VERSIONS}
 
 
 def test_a_file_is_read_back_as_it_was(tmp_path: Path) -> None:
@@ -96,9 +95,18 @@ def test_a_changed_figure_is_noticed(tmp_path: Path) -> None:
         Profile.load(path)
 
 
-def test_what_it_was_made_for_is_accepted() -> None:
-    fake_profile().check(identity(), engine="transformers", dtype="float32", **HERE)
-    fake_profile().check(**{**HERE, "versions": {**VERSIONS, "pyprune": "9.9"}})
+def pretend(monkeypatch: pytest.MonkeyPatch, machine: Any = MACHINE, versions: Any = VERSIONS) -> None:
+    """Take this machine and the packages on it for others."""
+    module = sys.modules[Profile.__module__]  # by its path, pyprune.fit is the function
+    monkeypatch.setattr(module, "this_machine", lambda _: dict(machine))
+    monkeypatch.setattr(module, "installed_versions", lambda _: dict(versions))
+
+
+def test_what_it_was_made_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    fake_profile().check(identity(), engine="transformers", dtype="float32")
+    pretend(monkeypatch, versions={**VERSIONS, "pyprune": "9.9"})
+    fake_profile().check()
 
 
 OTHER = PrunePlan.identity("llama", replace(SIZES, num_layers=9))
@@ -119,10 +127,11 @@ OTHER = PrunePlan.identity("llama", replace(SIZES, num_layers=9))
     ],
 )
 def test_other_uses_are_refused_and_warned_of(
-    use: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    use: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = fake_profile()
-    given = {**HERE, **use}
+    pretend(monkeypatch, **{name: use[name] for name in ("machine", "versions") if name in use})
+    given = {name: value for name, value in use.items() if name not in ("machine", "versions")}
     with pytest.raises(BudgetError, match="--allow-mismatch") as caught:
         profile.check(**given)
     assert message in str(caught.value)
