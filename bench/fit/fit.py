@@ -36,9 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._command import exit_status, read_names, seeds
+from bench._command import read_names, record_parser, run_recorded, seeds
 from bench._machine import compare_with_dense, environment_of, machine_label, machine_of
-from bench._quality import evaluation_texts, served_perplexities
+from bench._texts import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
 from pyprune.fit.attempts import mean_loss, reconstruct_copy
@@ -426,7 +426,7 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record_parser(__doc__, RECORDS)
     parser.add_argument(
         "--budget", action="append", metavar="LIMIT",
         help=f"repeatable; default: {', '.join(BUDGETS)}, with --profile also {', '.join(TIMED_BUDGETS)}".replace(
@@ -435,7 +435,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--profile", type=Path, metavar="FILE", help="of this machine; for budgets of seconds")
     parser.add_argument("--seeds", type=seeds, default=[0, 1], metavar="A,B")
-    parser.add_argument("--arms", type=_arms, default=list(USUAL), metavar="A,B", help=f"default: {', '.join(USUAL)}")
+    arms = partial(read_names, names=ARMS, what="arm")
+    parser.add_argument("--arms", type=arms, default=list(USUAL), metavar="A,B", help=f"default: {', '.join(USUAL)}")
     parser.add_argument(
         "--cache", type=Path, default=Path("out/fit-cache"), metavar="DIR", help="scores, losses, plans"
     )
@@ -450,25 +451,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed turns of each plan")
     parser.add_argument("--resident", type=int, default=4, metavar="N", help="engines loaded at once, at least 2")
-    parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
-    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     options = parser.parse_args(arguments)
     if options.resident < 2:
         parser.error(f"--resident is {options.resident}; the dense model and one plan are the least: 2.")
     options.budget = options.budget or [*BUDGETS, *(TIMED_BUDGETS if options.profile else ())]
-
-    def work() -> None:
-        records = RecordFile(options.jsonl)
-        if not options.only_table:
-            with tempfile.TemporaryDirectory() as folder:
-                Bench(options, records, Path(folder)).run()
-        print(table(_rows(records), records.of("time")))
-
-    return exit_status(work)
-
-
-def _arms(text: str) -> list[str]:
-    return read_names(text, ARMS, "arm")
+    return run_recorded(
+        options,
+        lambda records, work: Bench(options, records, work).run(),
+        lambda records: table(_rows(records), records.of("time")),
+    )
 
 
 if __name__ == "__main__":

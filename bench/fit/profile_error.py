@@ -21,14 +21,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench._command import exit_status, read_names
+from bench._command import read_names, record_parser, run_recorded
 from bench._machine import compare_with_dense, environment_of, machine_of, profiled_on
 from bench._plans import never_profiled
 from bench._texts import config_folder
@@ -198,33 +198,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     options.profile = options.profile or RESULTS / f"profile-{options.engine}.json"
 
-    def run() -> None:
-        records = RecordFile(options.jsonl)
-        if not options.only_table:
-            with tempfile.TemporaryDirectory(prefix="pyprune-profile-error-") as work:
-                Bench(options, records, Path(work)).run()
+    def show(records: RecordFile) -> str:
         profile = Profile.load(options.profile)
         rows = (row for row in records.of("row").values() if row["engine"] == options.engine)
-        print(table([row for row in rows if machine_of(row["environment"]) == profiled_on(profile)], profile))
+        return table([row for row in rows if machine_of(row["environment"]) == profiled_on(profile)], profile)
 
-    return exit_status(run)
-
-
-def _plans(text: str) -> list[str]:
-    return read_names(text, list(never_profiled()), "plan")
+    return run_recorded(options, lambda records, work: Bench(options, records, work).run(), show)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record_parser(__doc__, RECORDS)
     parser.add_argument("--engine", default="vllm", choices=list(DTYPES))
     parser.add_argument("--model", metavar="DIR", help="folder of another dense model (default: SmolLM2-135M)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="default: bench/results/profile-ENGINE.json")
-    parser.add_argument("--plans", type=_plans, default=list(never_profiled()), metavar="A,B", help="default: all")
+    plans = list(never_profiled())
+    read = partial(read_names, names=plans, what="plan")
+    parser.add_argument("--plans", type=read, default=plans, metavar="A,B", help="default: all")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed turns of each plan and workload")
     parser.add_argument("--resident", type=int, metavar="N", help="engines loaded at once (default: by free memory)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random prompts")
-    parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
-    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
     return parser
 
 

@@ -13,12 +13,12 @@ import copy
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._texts import load_dense
 from bench.quality.grid import (
     Axis,
+    Bench,
     Case,
     Column,
     Grid,
@@ -32,7 +32,7 @@ from bench.quality.grid import (
 )
 from bench.quality.scores import CALIBRATION, PROTOCOLS, PRUNING, TEXTS, check_files, make_config, scorers, seeds_of
 from pyprune.runtime.progress import say
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +59,7 @@ COMPARISONS: Mapping[str, tuple[str, Json]] = {
 """Name -> what the table calls it, and the options that make it."""
 
 
-class AxesBench:
+class AxesBench(Bench):
     """The dense model, its text, and the scores of the last scorer and seed.
 
     Raises:
@@ -115,9 +115,6 @@ class AxesBench:
         with masked(self.measured_model, plan):
             return {"perplexity": self._perplexity(), "removed": count_removed(plan), "share_removed": share}
 
-    def finish(self, case: Case, later: Sequence[Case]) -> None:
-        """Keep the scores for the next comparison."""
-
     def _score(self, scorer: str, seed: int, config: PruneConfig) -> Scoring:
         from pyprune.data.sampling import sample_sequences
         from pyprune.methods.base import PlanRequest
@@ -163,14 +160,10 @@ def _order(row: Json) -> tuple[bool, str, int, int]:
     return score != "dense", score, labels.index(comparison) if comparison in labels else -1, row["case"]["seed"] or 0
 
 
-def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> AxesBench:
-    return AxesBench(options)
-
-
 GRID = Grid(
     name="axes",
     description=__doc__,
-    open=_open,
+    open=lambda options, records, work: AxesBench(options),
     layout=Layout(("score", "comparison"), _columns, order=_order),
     axes={
         "scores": Axis([*scorers()], ["taylor:param_second", "taylor:param_first"]),

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from bench._command import read_names, seeds
 from bench._machine import Machine, machine_label, machine_of
-from bench._quality import DATA
+from bench._texts import DATA
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
 from pyprune.runtime.progress import say
@@ -48,11 +48,6 @@ class Case:
     identity: Json = field(default_factory=dict)
     task: Any = None
 
-    @property
-    def label(self) -> str:
-        """The fields for people."""
-        return label_of(self.fields)
-
 
 class Bench(Protocol):
     """A grid whose model and texts are loaded.
@@ -70,7 +65,7 @@ class Bench(Protocol):
         """Run a case; return its figures."""
 
     def finish(self, case: Case, later: Sequence[Case]) -> None:
-        """Free what no later case needs."""
+        """Free what no later case needs; by default nothing."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +194,7 @@ class Grid:
         say(f"{len(cases)} cases, {len(cases) - len(todo)} of them in {records.path} already")
         environment = {name: value for name, value in environment_record().items() if name not in ("cpu", "system")}
         for number, (key, case) in enumerate(todo, start=1):
-            say(f"[{number}/{len(todo)}] {case.label}")
+            say(f"[{number}/{len(todo)}] {label_of(case.fields)}")
             row: Json = {"kind": self.name, "key": key, "case": case.fields, "setting": bench.setting, "error": ""}
             row |= {"figures": {}, "environment": environment}
             try:

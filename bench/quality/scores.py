@@ -26,8 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from bench._quality import ELSEWHERE
-from bench._texts import MODEL_NAME, PACKAGE, packaged_gguf
+from bench._texts import ELSEWHERE, MODEL_NAME, PACKAGE, packaged_gguf
 from bench.quality.grid import (
     Axis,
     Case,
@@ -396,10 +395,6 @@ def _remarks(rows: Sequence[Json]) -> list[str]:
     ]
 
 
-def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> ScoresBench:
-    return ScoresBench(options, records)
-
-
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", default=CALIBRATION, metavar="SOURCE", help="default: %(default)s in --data")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of every cut")
@@ -411,7 +406,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 GRID = Grid(
     name="scores",
     description=__doc__,
-    open=_open,
+    open=lambda options, records, work: ScoresBench(options, records),
     layout=Layout(("scorer", "recovery"), _columns, order=_order, remarks=_remarks),
     axes={"scorers": Axis([*scorers(), "none"], [*scorers()]), "recover": Axis([*scorers(), "none"], [*scorers()])},
     tokens=32768,

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench._quality import evaluation_texts, served_perplexities
 from bench._settings import Settings, shared_training
-from bench._texts import PASSAGE, load_dense, write_demo_mixture
-from bench.quality.grid import Case, count_removed, find_plan, keep_plan, text_identity
+from bench._texts import PASSAGE, evaluation_texts, load_dense, served_perplexities, write_demo_mixture
+from bench.quality.grid import Bench, Case, count_removed, find_plan, keep_plan, text_identity
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 
@@ -84,8 +83,8 @@ class State:
     figures: Json = field(default_factory=dict)
 
 
-class PathBench:
-    """The dense model, its texts, and the states of the current path.
+class PathBench(Bench):
+    """The dense model, its texts, and the states of the current path; the next path drops those that it does not share.
 
     Args:
         options: of the command line.
@@ -153,9 +152,6 @@ class PathBench:
             **({"removed": count_removed(state.plan)} if state.plan else {}),
             **state.figures,
         }
-
-    def finish(self, case: Case, later: Sequence[Case]) -> None:
-        """Keep all states; the next path drops those that it does not share."""
 
     def perplexity(self, model: PreTrainedModel) -> Json:
         """Return protocol -> text -> perplexity of the weights in the measured dtype."""

@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench._command import count, exit_status
+from bench._command import count, counts, record_parser, run_recorded
 from bench._machine import machine_label, machine_of, metric, named_release, serving_environment
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
@@ -330,22 +330,15 @@ def _row(row: Json) -> tuple[Cell, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the table; return the exit status."""
     options = _parser().parse_args(arguments)
-
-    def run() -> None:
-        records = RecordFile(options.jsonl)
-        if not options.only_table:
-            Bench(options, records).run()
-        print(table(records))
-
-    return exit_status(run)
+    return run_recorded(options, lambda records, _: Bench(options, records).run(), table)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record_parser(__doc__, RECORDS)
     parser.add_argument("--model", metavar="DIR", help="folder of another dense model (default: SmolLM2-135M)")
-    parser.add_argument("--layers", type=_counts, default=[8, 15], metavar="A,B", help="of the drafts (default: 8,15)")
+    parser.add_argument("--layers", type=counts, default=[8, 15], metavar="A,B", help="of the drafts (default: 8,15)")
     parser.add_argument(
-        "--proposed", type=_counts, default=[1, 3], metavar="A,B", help="tokens at a time (default: 1,3)"
+        "--proposed", type=counts, default=[1, 3], metavar="A,B", help="tokens at a time (default: 1,3)"
     )
     parser.add_argument("--steps", type=count, default=80, metavar="N", help="of training, 8 x 256 tokens each")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the text")
@@ -355,15 +348,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turns", type=count, default=3, metavar="N")
     parser.add_argument("--mode", choices=("compiled", "eager"), default="compiled")
     parser.add_argument("--cache", type=Path, default=Path("out/drafts"), metavar="DIR", help="where drafts are kept")
-    parser.add_argument("--jsonl", type=Path, default=RECORDS, metavar="FILE", help="file to append to")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--only-train", action="store_true", help="train the drafts, and measure nothing")
-    only.add_argument("--only-table", action="store_true", help="measure nothing")
+    parser.add_argument("--only-train", action="store_true", help="train the drafts, and measure nothing")
     return parser
-
-
-def _counts(text: str) -> list[int]:
-    return list(dict.fromkeys(count(part) for part in text.split(",")))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ import json
 import math
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -42,7 +41,7 @@ from statistics import geometric_mean, median
 from typing import TYPE_CHECKING, Any
 
 from bench._card_plans import UNEQUAL, UNIFORM, card_plans
-from bench._command import count, exit_status, last_line, read_names
+from bench._command import count, counts, last_line, read_names, record_parser, run_recorded
 from bench._machine import machine_of, named_release, serving_environment
 from bench._texts import MODEL_NAME, config_folder
 from bench.serving.serving_card_ideal import machine_rates
@@ -328,19 +327,11 @@ def plugin_seconds() -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the tables; return the exit status."""
     options = _parser().parse_args(arguments)
-
-    def run() -> None:
-        records = RecordFile(options.jsonl)
-        if not options.only_table:
-            with tempfile.TemporaryDirectory(prefix="pyprune-serving-card-") as work:
-                Bench(options, records, Path(work)).run()
-        print(card(records))
-
-    return exit_status(run)
+    return run_recorded(options, lambda records, work: Bench(options, records, work).run(), card)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = record_parser(__doc__, RECORDS)
 
     def add(name: str, read: Any, default: Any, text: str, metavar: str = "N") -> None:
         parser.add_argument(name, type=read, default=default, metavar=metavar, help=text)
@@ -356,7 +347,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--generation", _generation, GENERATION, "sequences x new tokens (default: 64x128)", "BxN")
     add("--repeats", count, 6, "timed turns of each model and workload; three times as many where they are short")
     add("--resident", _resident, 5, "engines loaded at once, about 3 GB each (default: all 5)")
-    add("--concurrency", _counts, [1, 4, 16, 64], "requests in flight under load", "A,B")
+    add("--concurrency", counts, [1, 4, 16, 64], "requests in flight under load", "A,B")
     add("--load-prompt", count, 512, "tokens of a prompt under load")
     add("--load-new-tokens", count, 128, "new tokens of each request")
     add("--load-repeats", count, 3, "turns of each model and load")
@@ -364,17 +355,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--load-requests", count, None, "requests of a turn (default: two rounds, at least 8)")
     add("--starts", count, 5, "counted starts of each server")
     parser.add_argument("--again", action="store_true", help="measure recorded rows once more")
-    parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
-    add("--jsonl", Path, RECORDS, "file to append to", "FILE")
     return parser
 
 
-def _counts(text: str) -> list[int]:
-    return [count(part.strip()) for part in text.split(",")]
-
-
 def _prompts(text: str) -> list[int]:
-    return [] if text == "none" else _counts(text)
+    return [] if text == "none" else counts(text)
 
 
 def _generation(text: str) -> Quantity:

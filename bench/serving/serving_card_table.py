@@ -13,7 +13,7 @@ from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.records import Json, RecordFile
 from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.load.capacity import Capacity
-from pyprune.serving.load.table import GPU_MEMORY, TIME_COLUMNS, TIMES, milliseconds, start_seconds
+from pyprune.serving.load.table import TIME_COLUMNS, TIMES, milliseconds
 from pyprune.serving.speed.results import SHORT_PROMPT_TOKENS
 from pyprune.serving.stats import vllm_release
 from pyprune.serving.widths import KV_BLOCK_TOKENS, token_bytes_of
@@ -65,7 +65,7 @@ def _release_tables(rows: Sequence[Json], rates: Json, release: str) -> list[str
     for row in rows:
         if row["kind"] == "load":
             title = f"### {row['model']}, servers under load, {row['mode']}"
-            lines += [title, load_table(row, rates), times_table(row), servers_table(row)]
+            lines += [title, load_table(row, rates), times_table(row)]
     starts = [row for row in rows if row["kind"] == "startup"]
     return [line for line in [*lines, *(["### Start until /health", startup_table(starts)] if starts else [])] if line]
 
@@ -171,23 +171,6 @@ def times_table(record: Json) -> str:
             times = (record["summary"][name][load][f"{metric}_ms"] for metric in TIMES)
             rows.append((load, name, *(milliseconds(list(each.values())) if each else None for each in times)))
     return markdown_table(Table("", ("load", "model", *TIME_COLUMNS), tuple(rows)))
-
-
-def servers_table(record: Json) -> str:
-    """Return a row for each model: the start, memory and cache of its server."""
-    models = [record["models"][name] for name in record["names"]]
-    memories = {"memory": "peak host memory (MB)"}
-    if any(model.get("gpu_memory") for model in models):
-        memories["gpu_memory"] = GPU_MEMORY
-    rows: list[tuple[Cell, ...]] = []
-    for name, model in zip(record["names"], models, strict=True):
-        held = model["capacity"] and f"{model['capacity']['sequences']:.2f} of {model['capacity']['context']:,}"
-        taken = (model[memory] and f"{model[memory] / 1e6:,.0f}" for memory in memories)
-        rows.append((name, start_seconds(model["load_seconds"]), *taken, held))
-    gib = f"{record['options']['kv_gib']:g} GiB"
-    return markdown_table(
-        Table("", ("model", "until healthy (s)", *memories.values(), f"sequences in {gib}"), tuple(rows))
-    )
 
 
 def startup_table(records: Iterable[Json]) -> str:

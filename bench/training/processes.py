@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bench._command import count, exit_status
+from bench._command import count, counts, exit_status
 from bench._timing import conditions, extra_peak
 from bench.training.shapes import SEVENTY
 from bench.training.train_step import the_model, tokens
@@ -134,7 +134,11 @@ def paper_trainings() -> Iterator[tuple[str, int, TrainingMemory]]:
     lean = TrainConfig(batch_size=64, micro_batch_size=1, dtype="bfloat16", memory="lean", gradient_checkpointing=True)
     quarter = SEVENTY.num_hidden_layers // 4
     for number in (8, 16, 32):
-        yield "gates of ELDeR", number, _gates_of_seventy(quarter, replace(lean, memory="full"), number)
+        model = _seventy(torch.bfloat16)
+        with frozen(model):
+            gates = GateObjective(quarter, GateConfig())
+            memory = training_memory(model, replace(lean, memory="full"), gates, 2048, **_shared(number))
+        yield "gates of ELDeR", number, memory
         elder, dress = ElderOptions(train=lean), DressOptions(train=lean)
         regularised: dict[str, Objective] = {
             "ELDeR's penalty, lean": ElderObjective(range(quarter), elder),
@@ -156,12 +160,6 @@ def paper_trainings() -> Iterator[tuple[str, int, TrainingMemory]]:
 def _predict_seventy(config: TrainConfig, number: int, objective: Objective | None = None) -> TrainingMemory:
     model = _seventy(torch.float32 if config.memory == "full" else torch.bfloat16)
     return training_memory(model, config, objective or Objective(), 2048, **_shared(number))
-
-
-def _gates_of_seventy(count: int, config: TrainConfig, number: int) -> TrainingMemory:
-    model = _seventy(torch.bfloat16)
-    with frozen(model):
-        return training_memory(model, config, GateObjective(count, GateConfig()), 2048, **_shared(number))
 
 
 def _recovery_of_seventy(recover: RecoverConfig, number: int, place: str = "shares") -> TrainingMemory:
@@ -213,13 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status(run)
 
 
-def _counts(text: str) -> list[int]:
-    return [count(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=_counts, default=[1, 2], metavar="A,B")
+    parser.add_argument("--processes", type=counts, default=[1, 2], metavar="A,B")
     parser.add_argument("--steps", type=count, default=4, help="of the training; the first is not timed")
     parser.add_argument("--paper", action="store_true", help="only LLaMA-2-70B on paper")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

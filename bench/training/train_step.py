@@ -482,11 +482,6 @@ def padding_table(samples: Batch, batch_size: int) -> str:
     return f"{title}\n\n{markdown_table(Table(title, columns, tuple(rows)))}"
 
 
-def print_padding(file: Path, tokenizer: Any) -> None:
-    """Print the padding of the recovery alpaca-lora on the records of a file."""
-    print(padding_table(_records(file, tokenizer), recovery("alpaca-lora").recover.train.batch_size))
-
-
 def _records(file: Path, tokenizer: Any) -> Batch:
     """Tokenise nine tenths of the records of a .jsonl file as the recovery alpaca-lora does."""
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -565,7 +560,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
     options = parser.parse_args(arguments)
     if options.padding is not None:
-        return print_padding(options.padding, the_model(options.model)[2])
+        records_read = _records(options.padding, the_model(options.model)[2])
+        return print(padding_table(records_read, recovery("alpaca-lora").recover.train.batch_size))
     if options.recipes:
         return print_recipes()
     options.dense = _dense(options)
