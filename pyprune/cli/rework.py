@@ -149,7 +149,12 @@ def _print_reconstructed(report: ReconstructionReport, out: Path) -> None:
     from pyprune.runtime.report import Table, print_table
 
     rows: list[tuple[Cell, ...]] = [
-        (f"{part.layer} {' and '.join(part.blocks)}, {part.role}", part.before, part.after, part.ridge)
+        (
+            f"{part.layer} {' and '.join(part.blocks)}, {part.role}",
+            part.before,
+            part.after,
+            "the norm's gain alone" if part.rounds == 0 else part.ridge,
+        )
         for part in report.parts
     ]
     columns = ("layer", "off before", "off after", "ridge (- = left as it was)")

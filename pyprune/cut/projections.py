@@ -77,6 +77,47 @@ class Projection:
             self.module.bias.copy_(self.bias)
 
 
+class Gain:
+    """The gain g of the norm after a writer, out = g * y / rms(y), which is solved for as well.
+
+    Args:
+        name: of the norm, inside its layer.
+        module: the norm; its weight [H'], any floating dtype, stores g - offset.
+        offset: 1 for norms that multiply by 1 + w, else 0.
+    """
+
+    def __init__(self, name: str, module: nn.Module, offset: float) -> None:
+        self.parameters = [f"{name}.weight"]
+        self.module = module
+        self.offset = offset
+        self.weight = cast(Tensor, module.weight).detach().clone()
+        self.nbytes = self.weight.nbytes
+
+    @property
+    def values(self) -> Tensor:
+        """The saved g, float32 [H']."""
+        return self.weight.float() + self.offset
+
+    def floored(self, share: float) -> Tensor:
+        """Return g now, float32 [H'], each of at least this share of the mean size, with its sign."""
+        values = cast(Tensor, self.module.weight).float() + self.offset
+        smallest = (share * values.abs().mean()).clamp(min=1e-12)
+        return values.abs().clamp(min=smallest).copysign(values)
+
+    def divisor(self, y: Tensor) -> Tensor:
+        """Return the number that the norm divides each token y [tokens, H'] by, [tokens, 1]."""
+        epsilon = getattr(self.module, "variance_epsilon", None) or cast(float, self.module.eps)
+        return (y.square().mean(-1, keepdim=True) + epsilon).sqrt()
+
+    def put(self, values: Tensor) -> None:
+        """Set g, float [H'], rounded once to the dtype of the weight."""
+        cast(Tensor, self.module.weight).copy_(values - self.offset)
+
+    def restore(self) -> None:
+        """Set the norm to its saved values."""
+        cast(Tensor, self.module.weight).copy_(self.weight)
+
+
 @dataclass
 class Tally:
     """Squared error and squared size of the target, one sum for each kind of text.
@@ -121,14 +162,21 @@ class Choice:
     """The solution that was taken.
 
     Attributes:
-        ridge: relative to the mean diagonal; None = the modules are left as they were.
+        ridge: relative to the mean diagonal; None = the modules are left as they were, or the gain alone is solved.
         before: errors on the sequences held back, with the modules as they were.
         after: errors on them, with the solution on the other sequences.
+        rounds: of the writers and the gain of the norm after them; 0 = the gain alone; None = no gain is solved.
     """
 
     ridge: float | None
     before: Tally
     after: Tally
+    rounds: int | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether anything was changed."""
+        return self.ridge is not None or self.rounds is not None
 
 
 Solutions = Callable[[Sequence[float]], Iterator[tuple[float, Callable[[], None]]]]
@@ -157,6 +205,24 @@ def choose(
         add_judges: adds the sequences held back to the system.
     """
     before = error()
+    best = best_solution(before, solutions, ridges, error)
+    if best is None:
+        for projection in projections:
+            projection.restore()
+        return Choice(None, before, before)
+    add_judges()
+    put_solution(solutions, best[1])
+    return Choice(best[1], before, best[2])
+
+
+def best_solution(
+    before: Tally, solutions: Solutions, ridges: Sequence[float], error: Callable[[], Tally]
+) -> tuple[float, float, Tally] | None:
+    """Try solutions from the largest ridge down, until one is worse than the best before it.
+
+    Returns:
+        (:func:`mean_change`, ridge, errors) of the best; None = each makes a kind of text worse than ``before``.
+    """
     best: tuple[float, float, Tally] | None = None
     for ridge, apply in solutions(sorted(ridges, reverse=True)):
         apply()
@@ -166,14 +232,13 @@ def choose(
             best = score, ridge, after
         elif best is not None:
             break
-    if best is None:
-        for projection in projections:
-            projection.restore()
-        return Choice(None, before, before)
-    add_judges()
-    for _, apply in solutions([best[1]]):
+    return best
+
+
+def put_solution(solutions: Solutions, ridge: float) -> None:
+    """Put the solution with a ridge into the modules."""
+    for _, apply in solutions([ridge]):
         apply()
-    return Choice(best[1], before, best[2])
 
 
 def mean_change(before: Tally, after: Tally) -> float | None:

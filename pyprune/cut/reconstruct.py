@@ -10,8 +10,13 @@ and blocks after it, and corrects the errors of the parts before it. If hidden c
 of the dense stream. A bias is solved in the same system, and attention and MLP that write at the same point (Phi) are
 one system. One rule serves layers, blocks, heads, FFN and hidden channels.
 
-If a norm follows the writer (Gemma 3, OLMo 2), the stream is not linear in W. W is then solved to write the values that
-the norm, with the dense model's divisor for each token, would take to t - h. Errors are measured after the norm.
+If a norm follows the writer (Gemma 3, OLMo 2), it fixes the size of the output: g * y / rms(y), with y = x W^T. Its
+gain g and W are then solved in turns: first g, then up to three rounds of W and g. With n = y / rms(y),
+
+    g <- (<n, t - h> + r g) / (<n, n> + r) for each channel,  r = 0.01 * mean <n, n>,
+    W <- the solution above for outputs (t - h) / g * rms(y), with y of the last W; tokens are weighted by 1 / rms(y).
+
+The |g| that divides is at least 5 % of the mean one. Errors are measured after the norm.
 
 The ridge is chosen for every writer among the candidates and "leave it as it was", on sequences that are held back from
 every kind of text; a candidate that makes any kind worse is out. The system is then solved on all sequences with the
@@ -89,7 +94,7 @@ class ReconstructionReport:
     @property
     def solved(self) -> int:
         """Systems whose solution was taken."""
-        return sum(part.ridge is not None for part in self.parts)
+        return sum(part.taken for part in self.parts)
 
     def notes(self) -> list[str]:
         """Sentences for the report; a warning when nothing changed (``solved`` is 0)."""

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from pyprune.cut.compact import TensorCut, tensor_cut
 from pyprune.cut.mask import gauge_weight
-from pyprune.cut.projections import Projection
+from pyprune.cut.projections import Gain, Projection
 from pyprune.cut.steps import Step
 from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError
@@ -38,7 +38,6 @@ class Chunk:
         held_back: whether it only judges solutions.
         dense: the dense stream [B, T, H].
         cut: the cut stream [B, T, H']; None while it is the dense one.
-        divisor: of the dense norm after the writer at work, float32 [tokens, 1]; None without one.
     """
 
     ids: Tensor
@@ -47,7 +46,6 @@ class Chunk:
     held_back: bool
     dense: Tensor
     cut: Tensor | None = None
-    divisor: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._padded = not bool(self.real.all())
@@ -119,9 +117,9 @@ class CutSide(ABC):
         dense_rows = None if kept is None else torch.tensor(kept, device=module.weight.device)
         return Projection(name, module, dense_rows=dense_rows, scale=width_factor(row, layer_plan, self.plan))
 
-    def remember(self, projections: Sequence[Projection]) -> None:
+    def remember(self, solved: Sequence[Projection | Gain]) -> None:
         """Remember the parameters that were changed in the layer at work, to keep them when its block ends."""
-        self.changed += [name for projection in projections for name in projection.parameters]
+        self.changed += [name for module in solved for name in module.parameters]
 
     def _name(self, row: Row) -> str:
         return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
@@ -134,25 +132,18 @@ class CutSide(ABC):
         plan = self.plans[step.part.layer]
         return [self.projection(row, layer, plan) for b in step.writers for row in self._rows("writer", b)]
 
-    def normed_writer(self, step: Step) -> str | None:
-        """Name of the writer whose output goes through a norm before it joins the stream, or None."""
-        normed = [block for block in step.writers if self._rows("post_norm", block)]
-        return self._name(self._rows("writer", normed[0])[0]) if normed else None
-
     def readers(self, step: Step, layer: nn.Module) -> list[list[Projection]]:
         """The modules of a step that read the stream, those of one block together."""
         plan = self.plans[step.part.layer]
         return [[self.projection(row, layer, plan) for row in self._rows("reader", b)] for b in step.writers]
 
-    def post_norm(self, step: Step, layer: nn.Module) -> nn.Module | None:
-        """Return the norm after the writer, or None if it writes to the stream itself."""
+    def gain(self, step: Step, layer: nn.Module) -> Gain | None:
+        """Return the gain of the norm after the writer, or None if it writes to the stream itself."""
         rows = [row for block in step.writers for row in self._rows("post_norm", block)]
-        return layer.get_submodule(self._name(rows[0])) if rows else None
-
-    def gain(self, norm: nn.Module) -> Tensor:
-        """Return the factor of that norm, float32 [H']."""
-        weight = cast(Tensor, norm.weight).float()
-        return weight + 1 if self.family.unit_offset_norm else weight
+        if not rows:
+            return None
+        name = self._name(rows[0])
+        return Gain(name, layer.get_submodule(name), self.family.offset(rows[0]))
 
 
 class CopiedLayers(CutSide):
@@ -216,7 +207,9 @@ def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
     kept = [slice(None) if i is None else i.to(dense.device) for i in (cut.rows, cut.columns)[: dense.dim()]]
     if isinstance(kept[0], Tensor) and isinstance(kept[-1], Tensor) and dense.dim() == 2:
         kept[0] = kept[0][:, None]
-    dense.data[tuple(kept)] = values if cut.factor == 1.0 else (values.double() / cut.factor).to(dense.dtype)
+    if cut.factor != 1.0:
+        values = ((values.double() + cut.offset) / cut.factor - cut.offset).to(dense.dtype)
+    dense.data[tuple(kept)] = values
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.cut.least_squares import NormalEquations
-from pyprune.cut.projections import Projection, Tally, parallel_start
+from pyprune.cut.projections import Gain, Projection, Tally, parallel_start
 from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.errors import UnsupportedModelError
@@ -42,7 +42,7 @@ class Writers:
 
     Attributes:
         projections: the writers.
-        gain: weight of the norm after them, float32 [H'], or None.
+        gain: of the norm after them, or None.
     """
 
     def __init__(self, cut: CutSide, step: Step, layer: nn.Module, multiplier: float, room: int) -> None:
@@ -51,9 +51,9 @@ class Writers:
         self.layer = layer
         self.multiplier = multiplier
         self.projections = cut.writers(step, layer)
-        self._norm = cut.post_norm(step, layer)
-        self.gain = None if self._norm is None else cut.gain(self._norm)
+        self.gain = cut.gain(step, layer)
         self._room = room
+        self._checked = False
         self._inputs: dict[Chunk, list[Tensor]] = {}
 
     @property
@@ -61,12 +61,19 @@ class Writers:
         """The inputs that are held."""
         return [x for inputs in self._inputs.values() for x in inputs]
 
-    def inputs(self, chunk: Chunk, *, check: bool = False) -> list[Tensor]:
-        """Return the input of each writer, [B, T, in] or [B * T, in]; the writers themselves are not applied.
+    @property
+    def solved(self) -> list[Projection | Gain]:
+        """The writers, and the gain of the norm after them last."""
+        return [*self.projections, *([] if self.gain is None else [self.gain])]
 
-        Args:
-            chunk: of text; its stream is not advanced.
-            check: apply them, and check that the layer adds their outputs to the stream.
+    def save(self) -> list[Projection | Gain]:
+        """Save the values of :attr:`solved` as they are now."""
+        return Writers(self.cut, self.step, self.layer, self.multiplier, 0).solved
+
+    def inputs(self, chunk: Chunk) -> list[Tensor]:
+        """Return the input of each writer, [B, T, in] or [B * T, in]; the chunk's stream is not advanced.
+
+        The first call also applies the writers and checks that the layer adds their outputs to the stream.
 
         Raises:
             UnsupportedModelError: it does something else with them.
@@ -74,13 +81,15 @@ class Writers:
         if chunk in self._inputs:
             return self._inputs[chunk]
         stream = cast(Tensor, chunk.cut)
-        idle: Sequence[Projection] = () if check else self.projections
+        idle: Sequence[Projection] = self.projections if self._checked else ()
         forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_zeros, p) for p in idle}
         with record_calls({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
             out = self.cut.run(self.layer, self.step.part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
-            if check:
-                self._check_addition(out, self._add_to_stream(stream, [seen[p.name][1] for p in self.projections]))
+            if not self._checked:
+                written = self._sum(stream, [seen[p.name][1] for p in self.projections])
+                self._check_addition(out, self._add_to_stream(stream, written))
+                self._checked = True
         size = sum(x.nbytes for x in inputs)
         if chunk.held_back or size <= self._room:
             self._inputs[chunk] = inputs
@@ -89,14 +98,27 @@ class Writers:
 
     def stream_after(self, chunk: Chunk) -> Tensor:
         """Return the cut stream [B, T, H'] after the writers as they are now; the chunk's stream is not advanced."""
-        pairs = zip(self.projections, self.inputs(chunk), strict=True)
-        return self._add_to_stream(cast(Tensor, chunk.cut), [self.cut.runner.apply(p.module, x) for p, x in pairs])
+        return self._add_to_stream(cast(Tensor, chunk.cut), self._written(chunk))
 
-    def _add_to_stream(self, stream: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-        """Add the writers' outputs to the stream [B, T, H']."""
-        written = reduce(torch.add, [y.reshape(stream.shape) for y in outputs])
-        if self._norm is not None:
-            written = self.cut.runner.apply(self._norm, written)
+    def normalised(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Return what the norm after the writers multiplies by its gain, float32 [tokens, H'], and its divisors."""
+        y = chunk.tokens(self._written(chunk)).float()
+        divisor = cast(Gain, self.gain).divisor(y)
+        return y / divisor, divisor
+
+    def _written(self, chunk: Chunk) -> Tensor:
+        """Return the sum of the writers' outputs as they are now, [B, T, H']."""
+        pairs = zip(self.projections, self.inputs(chunk), strict=True)
+        return self._sum(cast(Tensor, chunk.cut), [self.cut.runner.apply(p.module, x) for p, x in pairs])
+
+    @staticmethod
+    def _sum(stream: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        return reduce(torch.add, [y.reshape(stream.shape) for y in outputs])
+
+    def _add_to_stream(self, stream: Tensor, written: Tensor) -> Tensor:
+        """Add the sum of the writers' outputs to the stream [B, T, H']."""
+        if self.gain is not None:
+            written = self.cut.runner.apply(self.gain.module, written)
         return stream + (written if self.multiplier == 1.0 else written * self.multiplier)
 
     def _check_addition(self, out: Tensor, expected: Tensor) -> None:

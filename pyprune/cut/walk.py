@@ -5,8 +5,8 @@ Two streams and one layer at a time; see :mod:`pyprune.cut.reconstruct` for the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -14,13 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from pyprune.cut.least_squares import NormalEquations
-from pyprune.cut.projections import Choice, Projection, Tally, choose, joint_solutions, joint_start, parallel_solutions
+from pyprune.cut.projections import (
+    Choice,
+    Gain,
+    Projection,
+    Solutions,
+    Tally,
+    best_solution,
+    choose,
+    joint_solutions,
+    joint_start,
+    parallel_solutions,
+    put_solution,
+)
 from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.cut.systems import SMALLEST, Readers, Writers
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, record_calls
+from pyprune.runtime import processes
 
+ROUNDS = 3
+"""Most rounds of the writers and of the gain of the norm after them."""
+GAIN_RIDGE = 0.01
+"""Ridge of a gain's system, relative to the mean of its diagonal."""
+SMALLEST_GAIN = 0.05
+"""A writer's target is divided by the gain, and by no less than this share of the gains' mean size."""
 USED = "used"
 """The kind under which the errors of the sequences that are solved on are summed."""
 
@@ -33,12 +52,14 @@ class SolvedPart:
         layer: dense index.
         blocks: the blocks that were solved together.
         role: writers, with the error of the stream after them; or readers, with the error of their output.
-        ridge: the chosen one; None = the weights were kept, because no candidate was better.
+        ridge: the chosen one (of the last round); None = the weights were kept, because no candidate was better.
         before: mean error over the kinds of text, on sequences held back, with the modules as they were; the parts
             before this one are already reconstructed.
         after: that error with the solution on the other sequences.
         kinds: (before, after) for each kind of text.
         used: (before, after) on the sequences that were solved on, all kinds together; None for readers.
+        rounds: of the writers and the gain of the norm after them; 0 = the gain alone was solved; None = no norm
+            follows, or its gain was kept as well.
     """
 
     layer: int
@@ -49,6 +70,12 @@ class SolvedPart:
     after: float
     kinds: dict[str, tuple[float, float]]
     used: tuple[float, float] | None
+    rounds: int | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether anything was changed."""
+        return self.ridge is not None or self.rounds is not None
 
 
 @dataclass
@@ -107,8 +134,7 @@ class Walk:
         if solving is not None:
             groups = zip(step.writers, self.cut.readers(step, solving), strict=True)
             systems = [Readers(self.cut, step, solving, block, group, self.judging) for block, group in groups]
-        writer = self.cut.normed_writer(step)
-        names = [p.name for system in systems for p in system.projections] + ([writer] if writer else [])
+        names = [p.name for system in systems for p in system.projections]
         with self.dense.layer(step.part.layer) as layer:
             for chunk in self.chunks:
                 with record_calls({name: layer.get_submodule(name) for name in names}) as seen:
@@ -116,9 +142,6 @@ class Walk:
                     outputs = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
                 for system in systems:
                     system.add(chunk, outputs)
-                if writer:
-                    size = outputs[writer].float().square().mean(-1, keepdim=True)
-                    chunk.divisor = size.sqrt().clamp(min=SMALLEST)
         self._count_readers(systems)
         for system in systems:
             self._solve_readers(step, system)
@@ -132,28 +155,106 @@ class Walk:
     def solve_writers(self, step: Step, layer: nn.Module) -> None:
         """Solve the writers of a step for the dense stream where it stands now, and take the cut stream past it."""
         writers = Writers(self.cut, step, layer, self.multiplier, self.held_bytes)
+        solve = self._solve_sum if writers.gain is None else self._solve_in_turns
+        error, choice = solve(writers)
+        if choice.taken:
+            self.cut.remember(writers.solved)
+        after = self._advance_past(writers)
+        before = Tally({USED: error}, after.size) if choice.taken else after
+        self._report(step, step.writers, choice, (before.overall(), after.overall()))
+
+    def _solve_sum(self, writers: Writers) -> tuple[float, Choice]:
+        """Solve writers that add to the stream.
+
+        Returns:
+            Their squared error before, on the sequences that are solved on, and the choice.
+        """
         projections = writers.projections
+        equations = self._equations(writers, projections)
+        error = equations.error()
+        solutions = partial(joint_solutions, equations, projections)
+        errors = partial(self._errors, writers, held_back=True)
+        choice = choose(projections, solutions, self.ridges, errors, partial(self._gather, writers, equations, True))
+        self._count(equations, projections, writers.held)
+        return error, choice
+
+    def _solve_in_turns(self, writers: Writers) -> tuple[float, Choice]:
+        """Solve a writer and the gain of the norm after it in turns: the gain, then rounds of the writer and the gain.
+
+        The pair with the least error on the sequences held back is kept, and its last round is solved on all sequences.
+
+        Returns:
+            The pair's squared error before, on the sequences that are solved on, and the choice.
+        """
+        error = self._errors(writers, held_back=False).error[USED]
+        errors = partial(self._errors, writers, held_back=True)
+        before = errors()
+        best, choice = 1.0, Choice(None, before, before)
+        start = now = writers.solved
+        for rounds in range(ROUNDS + 1):
+            solutions = self._round(writers, now, rounds)
+            solution = best_solution(before, solutions, self.ridges if rounds else [0.0], errors)
+            if solution is not None:
+                score, ridge, after = solution
+                put_solution(solutions, ridge)
+                if score < best:
+                    best, start, choice = score, now, Choice(ridge, before, after, rounds)
+            elif rounds:
+                break
+            now = writers.save()
+        for module in start:
+            module.restore()
+        if choice.rounds is not None and choice.ridge is not None:
+            put_solution(self._round(writers, start, choice.rounds, everything=True), choice.ridge)
+        return error, choice if choice.rounds else replace(choice, ridge=None)
+
+    def _round(
+        self, writers: Writers, start: Sequence[Projection | Gain], number: int, *, everything: bool = False
+    ) -> Solutions:
+        """Return the solutions of a round: of the writers (but in round 0), with the gain that belongs to each.
+
+        Args:
+            writers: with the parameters at the start of the round.
+            start: these, saved.
+            number: of the round.
+            everything: whether the sequences held back are solved on as well.
+        """
+        projections = [module for module in start if isinstance(module, Projection)]
+        solve_gain = partial(self._solve_gain, writers, cast(Gain, start[-1]), everything=everything)
+        if not number:
+            return lambda ridges: ((ridge, solve_gain) for ridge in ridges)
+        equations = self._equations(writers, projections)
+        if everything:
+            self._gather(writers, equations, True)
+        # The parameters are saved three times: before, at the start of the best round, and of this one.
+        self._count(equations, 3 * [*projections], writers.held)
+
+        def both(put_writers: Callable[[], None]) -> None:
+            put_writers()
+            solve_gain()
+
+        return lambda ridges: ((r, partial(both, put)) for r, put in joint_solutions(equations, projections, ridges))
+
+    def _solve_gain(self, writers: Writers, start: Gain, *, everything: bool) -> None:
+        """Solve the gain for the writers as they are now: one equation for each channel."""
+        sums = torch.zeros(2, len(start.weight), dtype=torch.float64, device=start.weight.device)
+        for chunk in self.chunks:
+            if everything or not chunk.held_back:
+                residual, weight = self._residual(chunk)
+                normalised, _ = writers.normalised(chunk)
+                if weight is not None:
+                    residual, normalised = residual * weight[:, None], normalised * weight[:, None]
+                sums += torch.stack([(normalised * t).sum(0, dtype=torch.float64) for t in (residual, normalised)])
+        product, size = processes.summed_(sums) if processes.is_divided() else sums
+        penalty = GAIN_RIDGE * size.mean().clamp(min=SMALLEST)
+        start.put((product + penalty * start.values) / (size + penalty))
+
+    def _equations(self, writers: Writers, projections: Sequence[Projection]) -> NormalEquations:
+        """Return the writers' equations on the sequences that are not held back."""
         start, constant = joint_start(projections)
         equations = NormalEquations(start, constant=constant)
-
-        def gather(held_back: bool) -> None:
-            for i, chunk in enumerate(chunk for chunk in self.chunks if chunk.held_back == held_back):
-                self._gather(writers, chunk, equations, check=not i)
-            equations.forget_sums()
-
-        gather(False)
-        # After a norm the stream is not linear in the sums.
-        linear = writers.gain is None
-        error = equations.error() if linear else self._errors(writers, held_back=False).error[USED]
-        solutions = partial(joint_solutions, equations, projections)
-        held_back = partial(self._errors, writers, held_back=True)
-        choice = choose(projections, solutions, self.ridges, held_back, partial(gather, True))
-        self._count(equations, projections, writers.held)
-        if choice.ridge is not None:
-            self.cut.remember(projections)
-        after = self._advance_past(writers)
-        before = after if choice.ridge is None else Tally({USED: error}, after.size)
-        self._report(step, step.writers, choice, (before.overall(), after.overall()))
+        self._gather(writers, equations, False)
+        return equations
 
     def _errors(self, writers: Writers, *, held_back: bool) -> Tally:
         """Return the errors of the writers as they are, on the sequences held back or on the others."""
@@ -172,24 +273,28 @@ class Walk:
                 tally.add(USED, *self._error(chunk, chunk.cut))
         return tally.over_processes([USED])
 
-    def _gather(self, writers: Writers, chunk: Chunk, equations: NormalEquations, *, check: bool) -> None:
-        """Add a chunk to the equations: the writers' inputs, and their targets relative to the stream before them."""
-        inputs = [chunk.tokens(x) for x in writers.inputs(chunk, check=check)]
-        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, 1)
+    def _gather(self, writers: Writers, equations: NormalEquations, held_back: bool) -> None:
+        """Add the sequences held back, or the others, to the equations: the writers' inputs, and their targets."""
+        for chunk in self.chunks:
+            if chunk.held_back == held_back:
+                x = torch.cat([chunk.tokens(x) for x in writers.inputs(chunk)], 1)
+                target, weight = self._residual(chunk)
+                if writers.gain is not None:
+                    # The norm takes y to gain * y / divisor, here with the divisor of the writers as they are.
+                    _, divisor = writers.normalised(chunk)
+                    target = target / writers.gain.floored(SMALLEST_GAIN) * divisor
+                    weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
+                equations.add(x, target, weight)
+        equations.forget_sums()
+
+    def _residual(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """Return the output that a step's block lacks, float32 [tokens, H'], and the weight of each token's error."""
         target = chunk.tokens(self.cut.target(chunk.dense))
-        residual = target - chunk.tokens(cast(Tensor, chunk.cut))
-        weight = self._weight(target)
-        if writers.gain is not None:
-            # The norm after the writer takes y to gain * y / divisor. With the dense model's divisor, y should be
-            # (t - h) / gain * divisor, which is the dense writer's own output if nothing is removed up to the next
-            # part.
-            divisor, gain = cast(Tensor, chunk.divisor), writers.gain
-            residual = torch.where(gain.abs() > SMALLEST, residual / gain, torch.zeros_like(residual)) * divisor
-            weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
+        residual, weight = target - chunk.tokens(cast(Tensor, chunk.cut)), self._weight(target)
         if self.multiplier != 1.0:
             residual = residual / self.multiplier
             weight = torch.full_like(residual[:, 0], self.multiplier) if weight is None else weight * self.multiplier
-        equations.add(x, residual, weight)
+        return residual, weight
 
     def _count_readers(self, systems: Sequence[Readers]) -> None:
         """Count the memory of a step's systems, which are filled at the same time."""
@@ -216,6 +321,7 @@ class Walk:
             after=choice.after.overall(),
             kinds={kind: (before[kind], after[kind]) for kind in before},
             used=used,
+            rounds=choice.rounds,
         )
         self.reports.append(report)
 

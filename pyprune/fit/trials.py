@@ -263,7 +263,7 @@ class BlockTrials:
         self.solved_on = Batch.of(torch.cat([ids for ids, _ in rows]))
         self.solved_kinds = [kind for ids, kind in rows for _ in ids]
         self.fit: list[Chunk] = []
-        self.targets: dict[tuple[Part, ...], list[tuple[Tensor, Tensor | None]]] = {}
+        self.targets: dict[tuple[Part, ...], list[Tensor]] = {}
         with frozen_eval(model), self.runner.compute_in(options.dtype):
             self.judges = [self._judge(ids.to(model.device)) for ids in judged]
         self.positions = sum(judge.entropy.numel() for judge in self.judges)
@@ -356,9 +356,9 @@ class BlockTrials:
         if key not in self.targets:
             walk.advance_dense(lost)
             walk.advance_to_target(step)
-            self.targets[key] = [(chunk.dense, chunk.divisor) for chunk in chunks]
+            self.targets[key] = [chunk.dense for chunk in chunks]
         for chunk, target in zip(chunks, self.targets[key], strict=True):
-            chunk.dense, chunk.divisor = target
+            chunk.dense = target
         walk.solve_writers(step, layer)
 
     def _run_steps(self, steps: Sequence[Step], stream: Tensor) -> Tensor:
@@ -406,8 +406,6 @@ def _cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
 
 class _SolvingWalk(Walk):
     """A walk that ends with one step, so that the cut stream after it is not needed."""
-
-    held_bytes = 0
 
     @override
     def _advance_past(self, writers: Writers) -> Tally:

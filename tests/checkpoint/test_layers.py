@@ -64,8 +64,9 @@ def test_what_stands_outside_the_layers_is_heard_as_in_memory(name: str, tmp_pat
     assert torch.equal(found[0]["lm_head"].mean, found[0][outputs[-1]].mean), "the final norm is heard at the end"
 
 
-def test_reconstruction_from_disk_is_reconstruction_from_memory(tmp_path: Path) -> None:
-    dense = tiny_model("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "olmo2"])
+def test_reconstruction_from_disk_is_reconstruction_from_memory(name: str, tmp_path: Path) -> None:
+    dense = tiny_model(name)
     dense.save_pretrained(tmp_path)
     plan = axis_plans(family_for(dense).plan(dense.config))["everything"]
     samples = tiny_batch(batch=8, length=32)
