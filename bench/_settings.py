@@ -109,7 +109,7 @@ def default_config(settings: Settings) -> PruneConfig:
     """The package's default, with the demo's share of the layers and the dtype that it computes in."""
     options = elder_options("elder")
     training = replace(options.train, dtype=settings.compute_dtype)
-    return replace(preset("elder"), ratio=settings.ratio, options=replace(options, train=training))
+    return replace(preset("elder-trained"), ratio=settings.ratio, options=replace(options, train=training))
 
 
 def shared_training(settings: Settings, seed: int = 0) -> TrainConfig:

@@ -98,10 +98,9 @@ def place(scorer: str) -> int:
 def scorers() -> dict[str, list[str]]:
     """Return every scorer -> the settings that make it from its preset."""
     found: dict[str, list[str]] = {}
-    for name, make in score_presets().items():
-        if make().cut.reconstruct != "least_squares":
-            forms = _forms(name) if make().method == name else {}
-            found |= {f"{name}:{value}": [setting] for value, setting in forms.items()} or {name: []}
+    for name, form in score_presets().items():
+        forms = _forms(name) if preset(form).method == name else {}
+        found |= {f"{name}:{value}": [setting] for value, setting in forms.items()} or {name: []}
     return {name: found[name] for name in sorted(found, key=place)}
 
 
@@ -117,7 +116,7 @@ def _forms(method: str) -> dict[str, str]:
 
 def method_of(scorer: str) -> str:
     """Return the method of a scorer."""
-    return score_presets()[scorer.partition(":")[0]]().method
+    return preset(score_presets()[scorer.partition(":")[0]]).method
 
 
 def seeds_of(scorer: str, seeds: Sequence[int]) -> Sequence[int]:
@@ -133,10 +132,11 @@ def make_config(scorer: str, seed: int, options: Mapping[str, Any], settings: It
         ConfigError: an unknown option, or a value that is not allowed.
     """
     method = method_of(scorer)
-    usual = preset(method).to_dict()
+    form = score_presets()[scorer.partition(":")[0]]
+    usual = preset(form).to_dict()
     drawn = {name: seed for section in ("data", method) for name in _seed_names(usual.get(section, {}), section)}
     texts = [*scorers()[scorer], *(text for text in settings if not is_of_another(text, method))]
-    return build_config(preset=scorer.partition(":")[0], options={**drawn, **options}, settings=texts)
+    return build_config(preset=form, options={**drawn, **options}, settings=texts)
 
 
 def _seed_names(options: Mapping[str, Any], path: str) -> list[str]:

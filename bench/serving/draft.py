@@ -37,7 +37,7 @@ from bench._command import count, counts, record_parser, run_recorded
 from bench._machine import machine_label, machine_of, metric, named_release, serving_environment
 from pyprune.config.run import PruneConfig
 from pyprune.errors import ConfigError
-from pyprune.methods.training import with_reconstruction
+from pyprune.methods.training import with_training
 from pyprune.runtime.device import empty_cache
 from pyprune.runtime.files import write_text
 from pyprune.runtime.progress import say, track
@@ -159,9 +159,9 @@ class Bench:
     def _config(self, plan: Path) -> PruneConfig:
         """Reconstructed as by default, then trained on the dense model's logits alone."""
         o = self.options
-        config = with_reconstruction(PruneConfig(method="none", plan=str(plan), seed=o.seed))
+        config = with_training(PruneConfig(method="none", plan=str(plan), seed=o.seed))
         train = replace(config.recover.train, steps=o.steps, warmup_steps=max(1, o.steps // 10))
-        distill = replace(config.recover.distill, alpha=1.0)  # type: ignore[type-var]  # with_reconstruction sets one
+        distill = replace(config.recover.distill, alpha=1.0)  # type: ignore[type-var]  # with_training sets one
         batch = train.batch_size
         return replace(
             config,

@@ -40,12 +40,12 @@ def _methods() -> str:
 
 
 def _presets() -> str:
-    methods = [*own_methods(), *INSTALLED]
-    papers = [name for name in presets() if name.endswith("-paper")]
-    others = [name for name in presets() if name not in (*methods, *papers)]
+    methods, forms = [*own_methods(), *INSTALLED], ("-plain", "-trained", "-paper")
+    others = [name for name in presets() if name not in methods and not name.endswith(forms)]
     return (
-        f"Named set of options: {', '.join(methods)} (the defaults of the method of that name); the papers' "
-        f"constants: {', '.join(papers)}; also {', '.join(others)}."
+        "Named set of options: the name of a method (choose, cut and reconstruct; no training), NAME-plain (without "
+        "the reconstruction), NAME-trained (then trained on text and the dense logits), NAME-paper (the paper's "
+        f"constants); also {', '.join(others)}."
     )
 
 

@@ -36,6 +36,8 @@ class ScoreConfig(Config):
         first_layer: first open layer; layers before it keep their heads and FFN.
         last_layer: last open layer, inclusive; negative counts from the end (-1 is the last).
         layers: the open layers, listed (instead of first_layer and last_layer).
+        closed_ends: layers at each end of the model that keep their heads and FFN; fewer where the layers between them
+            would lose too much (a note says how many). first_layer, last_layer, layers, uniform and counts win over it.
         uniform: give every layer the same widths, so that a stock architecture fits. All layers are then open and
             ranking is local, whatever the options above are; heads are removed only in numbers that such an
             architecture takes.
@@ -58,6 +60,7 @@ class ScoreConfig(Config):
     first_layer: int = option(0, at_least=0, at_most=LARGEST_INDEX)
     last_layer: int = option(-1, at_least=-LARGEST_INDEX, at_most=LARGEST_INDEX)
     layers: tuple[int, ...] = option((), at_least=0, at_most=LARGEST_INDEX)
+    closed_ends: int = option(0, at_least=0, at_most=LARGEST_INDEX)
     uniform: bool = False
     iterations: int = option(1, at_least=1, at_most=1_000)
     ffn_multiple: int = option(1, at_least=1, at_most=LARGEST_INDEX)
@@ -72,6 +75,12 @@ class ScoreConfig(Config):
         return {axis: count for axis, count in counts.items() if count is not None}
 
     @property
+    def names_open_layers(self) -> bool:
+        """True if other options decide which layers are open, so that closed_ends is not read."""
+        named = (self.layers, self.first_layer, self.last_layer) != ((), 0, -1)
+        return named or self.uniform or bool(self.counts) or "hidden" in self.axes
+
+    @property
     def is_local(self) -> bool:
         """True if every open layer loses the same count."""
         return self.ranking == "local" or self.uniform
@@ -81,7 +90,8 @@ class ScoreConfig(Config):
         """Return options that the values of others switch off: name -> the option and the value that do it."""
         readers = {"heads_unit": {"heads"}, "ffn_multiple": {"ffn"}, "allow_empty": {"heads", "ffn"}}
         closed = [name for name, axes in readers.items() if axes.isdisjoint(self.axes)]
-        return dict.fromkeys(closed, f"axes {list(self.axes)}")
+        ends = {"closed_ends": "options that name the open layers"} if self.names_open_layers else {}
+        return dict.fromkeys(closed, f"axes {list(self.axes)}") | ends
 
     @override
     def problems(self) -> Iterator[str]:

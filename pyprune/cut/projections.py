@@ -106,8 +106,8 @@ class Gain:
 
     def divisor(self, y: Tensor) -> Tensor:
         """Return the number that the norm divides each token y [tokens, H'] by, [tokens, 1]."""
-        name = "eps" if hasattr(self.module, "eps") else "variance_epsilon"
-        return (y.square().mean(-1, keepdim=True) + getattr(self.module, name)).sqrt()
+        epsilon = getattr(self.module, "variance_epsilon", None) or cast(float, self.module.eps)
+        return (y.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def put(self, values: Tensor) -> None:
         """Set g, float [H'], rounded once to the dtype of the weight."""

@@ -120,9 +120,9 @@ def winner_config(options: FitOptions, plan: str, *, recover: bool, weights: str
         recover: False leaves out the training.
         weights: format of the budget: a dtype is written as such; for other formats the model's dtype is written.
     """
-    from pyprune.methods.training import with_reconstruction
+    from pyprune.methods.training import with_training
 
-    recommended = with_reconstruction(PruneConfig(method="none", plan=plan, device=options.device))
+    recommended = with_training(PruneConfig(method="none", plan=plan, device=options.device))
     return replace(
         recommended,
         data=options.data,

@@ -83,6 +83,7 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
         heads_unit="kv_group",
         first_layer=0,
         last_layer=-1,
+        closed_ends=0,
         layers=(),
         heads=None,
         ffn=None,

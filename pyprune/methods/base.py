@@ -291,8 +291,3 @@ def own_options(source: PlanRequest | PruneConfig, kind: type[Options]) -> Optio
             f"The options of method {source.method!r} are a {type(options).__name__}; it takes a {kind.__name__}."
         )
     return options
-
-
-def paper_presets(name: str, make: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
-    """Return the presets of a method whose recommended constants are the paper's: both names give the same options."""
-    return {name: make, f"{name}-paper": make}

@@ -7,7 +7,8 @@ group ``pyprune.methods``: the method's name -> a module with ``METHOD``, or the
 before somebody asks for it.
 
 A run of a method starts from the preset of the same name, however the method was chosen: by --method, by --preset or by
-a recipe's ``method``.
+a recipe's ``method``. NAME chooses, cuts and reconstructs. NAME-plain leaves the reconstruction out, NAME-trained
+trains after it, and NAME-paper has the paper's constants (:func:`pyprune.methods.training.make_forms`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import Method, own_options
 
 _PACKAGES = tuple(f"pyprune.methods.{room}" for room in ("regularise", "score", "layers", "hidden"))
+_FORMS = ("-plain", "-trained", "-paper")
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
+OLD_NAMES = {"taylor-recovered": "taylor-trained"}
+"""Preset of an earlier release -> its name now."""
+TRAINED_BEFORE = ("dress", "elder", "pca", "trsp")
+"""Presets that trained after the cut in earlier releases; NAME-trained does now."""
 
 
 @cache
@@ -234,13 +240,15 @@ def presets() -> dict[str, Callable[[], PruneConfig]]:
 
 
 @cache
-def score_presets() -> dict[str, Callable[[], PruneConfig]]:
-    """Return the presets of pyprune's own scoring methods, without their -paper and -recovered forms."""
-    return {
-        name: make
-        for name, make in presets().items()
-        if get_method(name.partition("-")[0]).scores and not name.endswith(("-paper", "-recovered"))
-    }
+def score_presets() -> dict[str, str]:
+    """Return the scores of pyprune's own methods, and variants of them -> the preset by which scores are compared.
+
+    It is the paper's where there is one, and else the form that neither reconstructs nor trains.
+    """
+    made = presets()
+    names = [name for name in made if not name.endswith(_FORMS) and get_method(name.partition("-")[0]).scores]
+    forms = {name: [f"{name}-paper", f"{name}-plain", name] for name in names}
+    return {name: next(form for form in forms[name] if form in made) for name in names}
 
 
 def presets_of(method: Method) -> dict[str, Callable[[], PruneConfig]]:
@@ -263,7 +271,7 @@ def preset(name: str) -> PruneConfig:
 
 
 def _maker(name: str) -> Callable[[], PruneConfig]:
-    makers = presets()
+    name, makers = OLD_NAMES.get(name, name), presets()
     installed = installed_methods() if name not in makers else {}
     method = name.partition("-")[0]
     if method in installed:
@@ -282,6 +290,15 @@ def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]
             f"'{method.name}-...'."
         )
     return presets_of(method)
+
+
+def note_of_name(name: str) -> str | None:
+    """Return one line that says what a name of an earlier release is now; None if its meaning did not change."""
+    if name in OLD_NAMES:
+        return f"{name} is called {OLD_NAMES[name]} now."
+    if name in TRAINED_BEFORE:
+        return f"{name} chooses, cuts and reconstructs; {name}-trained also trains, as {name} did in earlier releases."
+    return None
 
 
 def method_preset(method: str) -> PruneConfig:

@@ -11,7 +11,8 @@ REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads
 
 
 def methods_table(*, installed: bool = True) -> Table:
-    """Return a row for every method: what it is, what it removes, whether it can train towards the cut, its presets.
+    """Return a row for every method: what it is, what it removes, whether it can train towards the cut, its presets
+    (-plain is the preset NAME-plain).
 
     Args:
         installed: include the methods of other packages, which are imported for this.
@@ -28,5 +29,11 @@ def methods_table(*, installed: bool = True) -> Table:
 
 
 def _row(method: Method) -> tuple[str, str, str, str, str]:
-    trains = "no" if method.regularise is None else "with -anneal and -paper presets"
-    return method.name, method.summary, method.removes or REMOVES[method.axis], trains, ", ".join(presets_of(method))
+    trains = "no" if method.regularise is None else "with -anneal and -paper"
+    return (
+        method.name,
+        method.summary,
+        method.removes or REMOVES[method.axis],
+        trains,
+        ", ".join(name.removeprefix(method.name) or name for name in presets_of(method)),
+    )

@@ -5,6 +5,7 @@ The papers name neither optimizer nor number of steps nor epochs; those constant
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from pyprune.config.cut import CutConfig, ReconstructConfig
@@ -12,21 +13,60 @@ from pyprune.config.data import DataConfig
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 
+MIXTURE = DataConfig("mixture", samples=160, sequence_length=256)
+"""The text of forms that train, and of those whose choice needs as much."""
+LESS_TEXT = replace(MIXTURE, samples=64)
+"""The text of forms that only choose and reconstruct: the first answer comes in minutes."""
+
 
 def with_reconstruction(config: PruneConfig) -> PruneConfig:
-    """Add the recommended stages around a choice of layers or hidden channels; nothing is trained before the cut.
+    """Reconstruct the cut by least squares on the text of the method."""
+    return replace(config, cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")))
 
-    The cut is reconstructed by least squares on a mixture of texts. Then all weights are trained, half on the text and
-    half on the dense model's logits (constants ours).
+
+def with_training(config: PruneConfig) -> PruneConfig:
+    """Reconstruct the cut on a mixture of texts, then train all weights, half on text and half on the dense logits.
+
+    Nothing is trained before the cut. All constants are ours.
     """
     return replace(
-        config,
-        data=DataConfig("mixture", samples=160, sequence_length=256),
+        with_reconstruction(config),
+        data=MIXTURE,
         stages=StageConfig(before=(), after=("recover",)),
-        cut=CutConfig(reconstruct="least_squares", least_squares=ReconstructConfig(dtype="auto")),
         recover=RecoverConfig(adapters="none", distill=DistillConfig(alpha=0.5), train=short_training()),
         finetune=short_training(),
     )
+
+
+def make_forms(
+    choose: Callable[[], PruneConfig], paper: Callable[[], PruneConfig] | None = None
+) -> dict[str, Callable[[], PruneConfig]]:
+    """Return the presets that every method has: NAME, NAME-plain, NAME-trained, and NAME-paper where it has one.
+
+    Args:
+        choose: makes the options that choose and cut, in the best form known; it neither reconstructs nor trains. Its
+            docstring describes the choice.
+        paper: makes the preset with the paper's constants.
+    """
+    name, choice = choose().method, str(choose.__doc__).splitlines()[0].rstrip(".")
+    forms = {
+        name: _describe(lambda: with_reconstruction(choose()), f"{choice}; reconstructed, not trained."),
+        f"{name}-plain": _describe(choose, f"{choice}; neither reconstructed nor trained."),
+        f"{name}-trained": _describe(
+            lambda: with_training(choose()), f"{choice}; reconstructed, then trained on text and the dense logits."
+        ),
+    }
+    return forms if paper is None else {**forms, f"{name}-paper": paper}
+
+
+def _describe(make: Callable[[], PruneConfig], text: str) -> Callable[[], PruneConfig]:
+    """Return a function that makes the same options and has this docstring."""
+
+    def preset() -> PruneConfig:
+        return make()
+
+    preset.__doc__ = text
+    return preset
 
 
 def published_training(steps: int, validation_interval: int) -> TrainConfig:

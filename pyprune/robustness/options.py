@@ -23,7 +23,12 @@ from pyprune.run.recipe import build_config, dotted_names, parse_setting
 
 METHODS = ("taylor", "smoothgrad", "moreau", "moreau-converged")
 RATIOS = (0.05, 0.1, 0.15, 0.2)
-SAME = {"data.source": "wikitext2", "data.samples": 10, "data.sequence_length": 128, "score.ranking": "global"}
+SAME = {
+    "data.source": "wikitext2",
+    "data.samples": 10,
+    "data.sequence_length": 128,
+    "score.ranking": "global",
+}
 """The text and the ranking of every method by default, so that their results are comparable. In one order over all
 layers any change of a score may change the plan."""
 
@@ -115,10 +120,11 @@ class RobustnessConfig(Config):
         options |= {name: value for name, value in self.options.items() if value is not None}
         method_name = presets()[method]().method
         config = build_config(
-            preset=method,
+            preset=score_presets().get(method, method),
             options={name: value for name, value in options.items() if not is_of_another(name, method_name)},
             settings=[text for text in self.settings if not is_of_another(text, method_name)],
         )
+        config = replace(config, score=replace(config.score_options, closed_ends=0))
         if "hidden" not in self.axes:  # nothing reads it, but it would tell scorings apart
             config = replace(config, hidden_multiple=1)
         if config.score_options.iterations > 1 or config.score_options.counts:

@@ -11,6 +11,7 @@ and ``--method dress`` give the same options. `pyprune recover` reads
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,19 @@ from typing_extensions import override
 
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
-from pyprune.methods.registry import check_name, get_method, method_preset, read_config
+from pyprune.methods.registry import (
+    OLD_NAMES,
+    check_name,
+    get_method,
+    method_modules,
+    method_preset,
+    note_of_name,
+    presets,
+    read_config,
+)
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
+from pyprune.runtime.progress import say
 
 RECIPE_BYTES = 1_000_000
 """Our largest recipe has 2,000; a list of every channel of the largest models has 100,000."""
@@ -149,6 +160,8 @@ def build_config(
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
+    form = _take_form(chosen) or _take_form(data)
+    preset = form if preset is None else preset
     if isinstance(method := data.get("method"), str) and method != "none":
         check_name(method)  # reports a mistake in the recipe even where --method wins over it
     wanted = str(named) if preset is None and named is not None else preset
@@ -161,10 +174,27 @@ def build_config(
         start = merge(start, as_prune_options(recovers))
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
+    say_changed_name(wanted or str(start.get("method")))
     start = merge(start, _shared_overrides(start, merge(data, chosen)))
     config = read_config(_with_default_text(merge(merge(start, data), chosen)))
     _refuse_idle(chosen, config)
     return config
+
+
+def _take_form(options: dict[str, Any]) -> str | None:
+    """Replace a form (taylor-trained) that is given as the method by its method, and return it as a preset's name."""
+    form = options.get("method")
+    if not isinstance(form, str) or form in method_modules() or form not in {*presets(), *OLD_NAMES}:
+        return None
+    options["method"] = preset_options(form)["method"]
+    return form
+
+
+@cache
+def say_changed_name(name: str) -> None:
+    """Print once what a name of an earlier release is now."""
+    if note := note_of_name(name):
+        say(note)
 
 
 _TEXT_OPTIONS = ("source", "split", "field", "sequence_length")

@@ -44,7 +44,7 @@ def tiny_prune(method: str, checkpoint: Path, text: Path, *more: str | Path) -> 
         gates = {"first_round_steps": 2, "round_steps": 1, "batch_size": 2}
         sets |= {f"{method}.gates.{name}": value for name, value in gates.items()}
     settings = [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-    base = ["prune", checkpoint, "--method", method, "--ratio", "0.5", "--calibration", text]
+    base = ["prune", checkpoint, "--method", f"{method}-trained", "--ratio", "0.5", "--calibration", text]
     return [*base, "--samples", "4", "--sequence-length", "16", *settings, *more]
 
 
@@ -57,7 +57,7 @@ def _stages(method: str, more: Sequence[str]) -> set[str]:
             preset=given.get("--preset"),
             recovery=given.get("--recovery"),
             recipe=given.get("--config"),
-            options={"method": method},
+            options={"method": f"{method}-trained"},
             settings=stages,
         ).stages
     except ConfigError:  # which is what a test is about

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from pyprune.config.run import PruneConfig
+from pyprune.methods.registry import score_presets
 from pyprune.run.recipe import build_config
 
 
@@ -14,14 +15,16 @@ def scoring_config(method: str, ratio: float | None = None, **changes: Any) -> P
 
     The ranking is global unless it is given, whatever the preset says: most tests are about one order.
     """
-    base = build_config(options={"method": method, "ratio": ratio})
+    base = build_config(preset=score_presets()[method], options={"ratio": ratio})
     assert base.options is not None
     assert base.score is not None
     names = {f.name for f in fields(base.options)}
     own = {name: value for name, value in changes.items() if name in names}
     score = {name: value for name, value in changes.items() if name not in names}
     return replace(
-        base, options=replace(base.options, **own), score=replace(base.score, **{"ranking": "global", **score})
+        base,
+        options=replace(base.options, **own),
+        score=replace(base.score, **{"ranking": "global", **score}),
     )
 
 

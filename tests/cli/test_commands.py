@@ -38,7 +38,7 @@ def test_prune_writes_what_it_says(pruned: Path) -> None:
     assert [p.name for p in pruned.parent.iterdir()] == [pruned.name], "nothing is left next to the output"
 
 
-def test_by_default_a_cut_is_reconstructed_and_then_trained_on_text_and_logits(
+def test_the_trained_form_reconstructs_and_then_trains_on_text_and_logits(
     pruned: Path, checkpoint: Path, text: Path, tmp_path: Path
 ) -> None:
     report = read_pruning_json(pruned).provenance["report"]
@@ -48,7 +48,7 @@ def test_by_default_a_cut_is_reconstructed_and_then_trained_on_text_and_logits(
     folders = {"trained": pruned, "plain": tmp_path / "plain", "solved": tmp_path / "solved"}
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps(read_pruning_json(pruned).plan.to_dict()))
-    untrained = ["--method", "elder", "--plan", plan, "--set", "stages.after=[]"]
+    untrained = ["--method", "elder-trained", "--plan", plan, "--set", "stages.after=[]"]
     for name, more in {"plain": ["--set", "cut.reconstruct=none"], "solved": []}.items():
         done = run(*tiny_elder(checkpoint, text, *untrained, *more, "--out", folders[name]))
         assert done.exit_code == 0, done.output
@@ -116,8 +116,8 @@ def test_by_default_every_stage_computes_in_the_dtype_that_is_faster_here(
     settings = [part for option in sets for part in ("--set", option)]
     hook = torch.nn.modules.module.register_module_forward_pre_hook(seen)
     try:
-        done = run("prune", checkpoint, "--method", "elder", "--ratio", "0.5", "--calibration", text, "--samples", "4",
-                   "--sequence-length", "16", *settings, "--out", tmp_path / "out")  # fmt: skip
+        done = run("prune", checkpoint, "--method", "elder-trained", "--ratio", "0.5", "--calibration", text,
+                   "--samples", "4", "--sequence-length", "16", *settings, "--out", tmp_path / "out")  # fmt: skip
     finally:
         hook.remove()
     assert done.exit_code == 0, done.output

@@ -58,8 +58,8 @@ def test_an_option_that_nothing_reads_is_found_with_the_reason() -> None:
 
 
 def test_a_text_that_is_not_named_is_as_much_as_it_would_be() -> None:
-    found = {each.name: each.value for each in list_options(build_config(preset="elder"))}
-    named = build_config(preset="elder", settings=["recovery_data.source=x.txt", "cut.data.source=x.txt"])
+    found = {each.name: each.value for each in list_options(build_config(preset="elder-trained"))}
+    named = build_config(preset="elder-trained", settings=["recovery_data.source=x.txt", "cut.data.source=x.txt"])
     for place, data in (("recovery_data", named.recovery_data), ("cut.data", named.cut.data)):
         assert data is not None
         assert (found[f"{place}.samples"], found[f"{place}.sequence_length"]) == (data.samples, data.sequence_length)

@@ -51,7 +51,7 @@ def test_without_anything_the_recommended_preset_is_used() -> None:
 def test_a_plan_alone_is_applied_without_training() -> None:
     config = build_config(options={"plan": "plan.json"})
     assert (config.method, config.stages.before, config.plan) == ("none", (), "plan.json")
-    assert build_config(options={"plan": "plan.json", "method": "trsp"}).stages.after == ("recover",)
+    assert build_config(options={"plan": "plan.json", "method": "trsp-trained"}).stages.after == ("recover",)
 
 
 def test_a_recipe_is_complete_by_itself(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_dry_run_says_what_the_training_would_hold(checkpoint: Path, text: Pat
 
 def test_auto_means_the_same_where_nothing_is_looked_at(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that goes on with more processes, or on another machine, has the options that it began with."""
-    config = build_config(options={"method": "elder"})
+    config = build_config(options={"method": "elder-trained"})
     source = TrainedModels(ModelSource.of(checkpoint))
     found = []
     for size in (2**50, 2**28):
@@ -120,7 +120,7 @@ def test_the_gates_are_looked_at_too(checkpoint: Path, text: Path, monkeypatch: 
     message = " ".join(result.stderr.split())
     assert "elder.gates would hold" in message
     assert "elder.train.gradient_checkpointing=true" in message
-    replayed = build_config(options={"method": "elder"}, settings=["elder.layers=[1]", "stages.after=[]"])
+    replayed = build_config(options={"method": "elder-trained"}, settings=["elder.layers=[1]", "stages.after=[]"])
     assert replayed.deciding_training() is None
 
 
@@ -128,7 +128,7 @@ def test_adapters_in_lean_memory_leave_the_training_of_all_weights_as_it_is() ->
     lean = ["recover.adapters=lora", "recover.train.dtype=bfloat16", "recover.train.memory=lean"]
     whole = ["stages.after=[recover]", "dress.train.memory=full"]
     assert adopt_lean_dtype(build_config(preset="dress-anneal", settings=[*whole, *lean])).dtype == "float32"
-    assert adopt_lean_dtype(build_config(settings=lean)).dtype == "bfloat16"
+    assert adopt_lean_dtype(build_config(preset="elder-trained", settings=lean)).dtype == "bfloat16"
 
 
 @pytest.mark.second
@@ -200,7 +200,7 @@ def test_a_small_run_says_in_one_line_what_it_holds_at_most(
         return model
 
     monkeypatch.setattr(ModelSource, "shapes", with_attention)
-    config = build_config(options={"method": "elder", "device": "cpu"}, settings=settings)
+    config = build_config(options={"method": "elder-trained", "device": "cpu"}, settings=settings)
     within_memory(TrainedModels(ModelSource.of(checkpoint)), config)
     (line,) = capsys.readouterr().err.splitlines()
     assert "Memory at the peak: at most about" in line
@@ -292,7 +292,7 @@ def test_a_model_that_fills_half_of_a_device_is_on_the_host(checkpoint: Path, mo
         division_of(source, config, "gpu")
     monkeypatch.setattr(processes, "count", lambda: 8)
     with pytest.raises(ConfigError, match=r"trsp\.gates\.batch_size is 4, which 8 processes cannot share"):
-        division_of(source, build_config(options={"method": "trsp", "device": "cpu"}), "host")
+        division_of(source, build_config(options={"method": "trsp-trained", "device": "cpu"}), "host")
 
 
 def test_a_placement_for_one_process_is_said_to_be_for_several(checkpoint: Path, text: Path, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_processes_that_divide_a_model_on_the_host_divide_its_teacher(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "count", lambda: 8)
-    config = build_config(options={"method": "elder"})
+    config = build_config(options={"method": "elder-trained"})
     device = torch.device("cpu")
     held = [
         memory_of(TrainedModels(ModelSource.of(checkpoint), on_host=on_host), config, device, 2**40)[1][-1][1].teacher

@@ -207,7 +207,7 @@ def test_options_that_no_stage_reads_are_refused(setting: str, says: str) -> Non
     [
         ["elder.gates.penalty_weight=0.01"],
         ["elder.train.dtype=float32", "elder.train.checkpoint_interval=5"],
-        ["recover.train.steps=3"],
+        ["method=elder-trained", "recover.train.steps=3"],
         ["finetune.steps=3", "stages.after=[finetune]"],
         ["seed=1"],
         ["method=trsp", "seed=1"],
@@ -223,10 +223,10 @@ def test_options_that_a_stage_or_the_gates_read_are_taken(settings: list[str]) -
 
 def test_off_is_a_word_where_it_is_an_option() -> None:
     """YAML reads it as false."""
-    config = build_config(preset="dress", settings=["recover.train.copies=off"])
+    config = build_config(preset="dress-trained", settings=["recover.train.copies=off"])
     assert config.recover.train.copies == "off"
     with pytest.raises(ConfigError, match="copies 'True'"):
-        build_config(preset="dress", settings=["recover.train.copies=on"])
+        build_config(preset="dress-trained", settings=["recover.train.copies=on"])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_off_is_a_word_where_it_is_an_option() -> None:
         ("elder-anneal", [], "elder.penalty_weight=0.1", "elder.schedule 'anneal'"),
         ("trsp-paper", [], "trsp.anneal_share=0.1", "trsp.schedule 'published'"),
         ("elder", ["elder.layers=[1]"], "elder.gates.batch_size=2", "elder.layers [1]"),
-        ("elder", ["recover.adapters=none"], "recover.rank=8", "recover.adapters 'none'"),
+        ("elder-trained", ["recover.adapters=none"], "recover.rank=8", "recover.adapters 'none'"),
         ("elder", [], "hidden_multiple=16", "method 'elder', which removes none of the hidden size"),
         ("taylor", [], "hidden_multiple=16", "method 'taylor', which removes none of the hidden size"),
         ("taylor", ["score.axes=[ffn]"], "score.heads_unit=query_head", "score.axes ['ffn']"),
@@ -317,10 +317,10 @@ def test_other_text_of_the_cut_is_as_much_as_the_method_reads() -> None:
     own = build_config(preset="elder", settings=["cut.data={source: mixture, samples: 9}"])
     assert own.cut.data is not None
     assert (own.cut.data.samples, own.cut.data.sequence_length) == (9, own.data.sequence_length)
-    scores = build_config(preset="taylor", settings=["recovery_data.source=wikitext2", "stages.after=[recover]"])
+    scores = build_config(preset="taylor-paper", settings=["recovery_data.source=wikitext2", "stages.after=[recover]"])
     assert scores.recovery_data is not None
     assert scores.recovery_data.samples > scores.data.samples, "a score reads little"
-    after = build_config(preset="elder", settings=["recovery_data.source=wikitext2"])
+    after = build_config(preset="elder", settings=["recovery_data.source=wikitext2", "stages.after=[recover]"])
     assert after.recovery_data is not None
     assert after.recovery_data.samples == after.data.samples
 
@@ -347,9 +347,9 @@ def test_the_window_of_another_text_is_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "setting", "words"),
     [
-        ("taylor", "cut.least_squares.held_back=0.3", "would do nothing beside cut.reconstruct 'none'"),
-        ("taylor", "cut.batch_size=3", "would do nothing beside cut.reconstruct 'none'"),
-        ("flap", "cut.least_squares.readers=true", "would do nothing beside cut.reconstruct 'bias'"),
+        ("taylor-plain", "cut.least_squares.held_back=0.3", "would do nothing beside cut.reconstruct 'none'"),
+        ("taylor-plain", "cut.batch_size=3", "would do nothing beside cut.reconstruct 'none'"),
+        ("flap-paper", "cut.least_squares.readers=true", "would do nothing beside cut.reconstruct 'bias'"),
         ("loraprune", "score.batch_size=1", "beside method 'loraprune', which does not read text in batches"),
         ("magnitude", "score.batch_size=1", "beside method 'magnitude', which does not read text in batches"),
         ("wanda", "score.layerwise=false", "beside method 'wanda', which takes no gradients of layers"),

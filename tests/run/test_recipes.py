@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from pyprune.config.cut import CutConfig
+from pyprune.config.run import StageConfig
+from pyprune.config.train import DistillConfig
 from pyprune.errors import ConfigError
 from pyprune.methods.registry import get_method, own_methods, preset, presets, read_config
-from pyprune.run.recipe import build_config
+from pyprune.run.recipe import build_config, say_changed_name
 from tests._support.paths import REPO
 
 RECIPES = sorted((REPO / "recipes").rglob("*.yaml"))
@@ -97,7 +100,43 @@ def test_a_method_has_the_papers_constants_as_a_preset_too(method: str) -> None:
         return
     paper = preset(f"{method}-paper")
     assert paper.method == method
-    assert (paper == preset(method)) == (method in ("flap", "last", "shortened_llama", "shortgpt", "sleb"))
+    assert (paper == preset(method)) == (method == "last")
+
+
+@pytest.mark.parametrize("method", sorted(own_methods().keys() - {"random", "magnitude", "last", "laco"}))
+def test_forms_mean_the_same_for_every_method(method: str) -> None:
+    """NAME chooses, cuts and reconstructs; -plain does not reconstruct, -trained trains on text and logits as well."""
+    best, plain, trained = (preset(f"{method}{form}") for form in ("", "-plain", "-trained"))
+    assert (best.cut.reconstruct, best.stages) == ("least_squares", StageConfig(before=(), after=()))
+    assert plain == replace(best, cut=CutConfig())
+    assert (trained.cut, trained.stages) == (best.cut, StageConfig(before=(), after=("recover",)))
+    assert (trained.recover.adapters, trained.recover.distill) == ("none", DistillConfig(alpha=0.5))
+    assert (trained.options, trained.score) == (best.options, best.score)
+
+
+@pytest.mark.parametrize("method", ["random", "magnitude", "last", "laco"])
+def test_controls_that_read_nothing_neither_reconstruct_nor_train(method: str) -> None:
+    assert (preset(method).cut.reconstruct, preset(method).stages.after) == ("none", ())
+    assert {f"{method}-plain", f"{method}-trained"}.isdisjoint(presets())
+
+
+def test_a_form_may_be_named_as_the_method(tmp_path: Path) -> None:
+    trained = preset("taylor-trained")
+    assert build_config(options={"method": "taylor-trained"}) == trained
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: taylor-trained\n")
+    assert build_config(recipe=recipe) == trained
+
+
+def test_an_old_name_works_and_says_what_it_is_now(capsys: pytest.CaptureFixture[str]) -> None:
+    say_changed_name.cache_clear()
+    assert build_config(preset="taylor-recovered") == preset("taylor-trained")
+    build_config(preset="elder")
+    build_config(preset="wanda")
+    said = capsys.readouterr().err
+    assert "taylor-recovered is called taylor-trained now." in said
+    assert "elder-trained also trains, as elder did in earlier releases." in said
+    assert "wanda" not in said
 
 
 def test_a_recipe_starts_from_the_method_that_will_run(tmp_path: Path) -> None:

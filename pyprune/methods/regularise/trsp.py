@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from pyprune.config.run import PruneConfig
 from pyprune.methods.regularise.elder import METHOD as ELDER
+from pyprune.methods.training import make_forms
 
 
 def _trsp() -> PruneConfig:
-    """TRSP, recommended: the same as elder."""
-    return replace(ELDER.presets["elder"](), method="trsp")
+    """TRSP: 25 % of the layers, as ELDeR's gates choose on a mixture of texts."""
+    return replace(ELDER.presets["elder-plain"](), method="trsp")
 
 
 def _trsp_anneal() -> PruneConfig:
@@ -27,5 +28,5 @@ METHOD = replace(
     ELDER,
     name="trsp",
     summary="TRSP: ELDeR under its first name.",
-    presets={"trsp": _trsp, "trsp-anneal": _trsp_anneal, "trsp-paper": _trsp_paper},
+    presets={**make_forms(_trsp), "trsp-anneal": _trsp_anneal, "trsp-paper": _trsp_paper},
 )

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from pyprune.config.cut import CutConfig
 from pyprune.config.data import DataConfig
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.methods.base import NO_RUN, Deferred, Method, PlanDecision, PlanRequest, RunOptions
+from pyprune.methods.training import LESS_TEXT, make_forms
 
 if TYPE_CHECKING:
     from pyprune.methods.score.base import Scoring
@@ -121,7 +123,24 @@ def score_method(
     )
 
 
-def equal_layer_presets(name: str, paper: Callable[[], PruneConfig]) -> dict[str, Callable[[], PruneConfig]]:
+CLOSED_ENDS = 2
+"""Layers at each end that the recommended forms keep whole."""
+BATCH = 8
+"""Sequences in one pass of the recommended forms, whose memory does not grow with the text."""
+
+
+def choose_by_score(paper: PruneConfig, **score: Any) -> PruneConfig:
+    """Return the best known choice by a score: on a mixture of texts, and closed at both ends.
+
+    Args:
+        paper: the preset with the paper's constants.
+        score: options that all scoring methods share.
+    """
+    shared = {"closed_ends": CLOSED_ENDS, "batch_size": BATCH, **score}
+    return replace(paper, data=LESS_TEXT, cut=CutConfig(), score=replace(paper.score_options, **shared))
+
+
+def equal_layer_forms(paper: Callable[[], PruneConfig], **changes: Any) -> dict[str, Callable[[], PruneConfig]]:
     """Return the presets of a score whose raw sums do not compare across layers and axes: the paper's and ours.
 
     In one order over heads and FFN channels none of these scores removes a head. A KV group has many times the weights
@@ -130,10 +149,15 @@ def equal_layer_presets(name: str, paper: Callable[[], PruneConfig]) -> dict[str
     docs/results.md has the measurements.
 
     Args:
-        name: name of the method.
-        paper: makes the preset with the paper's constants and the one order (``name-paper``).
+        paper: makes the preset with the paper's constants and the one order (``NAME-paper``).
+        changes: fields of :class:`PruneConfig` in which the recommended form differs from the paper's.
     """
-    return {name: with_local_ranking(paper), f"{name}-paper": paper}
+
+    def choose() -> PruneConfig:
+        return replace(choose_by_score(paper(), ranking="local"), **changes)
+
+    choose.__doc__ = f"{paper().method}'s score on a mixture of texts; as many units of every layer but the outer ones."
+    return make_forms(choose, paper)
 
 
 def with_local_ranking(start: Callable[[], PruneConfig]) -> Callable[[], PruneConfig]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, cast
@@ -55,6 +55,12 @@ from pyprune.probe.activations import Moments, gather_moments
 
 NEAR = 0.9
 """Share of the goal; a plan that removes less causes a warning."""
+
+LAYERS_OF_AN_END = 6
+"""Layers of the model for each layer that is closed at both ends."""
+
+LARGEST_SHARE = 0.75
+"""Share of the open parameters above which more layers are opened."""
 
 MANY_ZEROS = 0.5
 """Share of units with a score of exactly zero; above it a ranking is mostly the tie-break, which causes a warning."""
@@ -105,7 +111,7 @@ class Scoring:
         stored: StoredModel | None = None,
     ) -> Scoring:
         """Open the structures that the options name, without any scores yet."""
-        scope = OpenUnits.of(request.identity.dense, request.score)
+        scope = open_units(request)
         scores = StructureScores(scope, request.score.aggregation)
         return cls(model, samples, request, scope, scope.open_params(model), masked, scores, stored)
 
@@ -207,6 +213,34 @@ class Scoring:
         self.warnings.append(text)
 
 
+def open_units(request: PlanRequest) -> OpenUnits:
+    """Open the structures that the options name.
+
+    As many layers of ``score.closed_ends`` stay closed at each end as leave :data:`LAYERS_OF_AN_END` layers for each,
+    and no more than :data:`LARGEST_SHARE` of the open parameters to remove.
+
+    Raises:
+        ConfigError: open layers that the model does not have.
+    """
+    score, dense = request.score, request.identity.dense
+    most = 0 if score.names_open_layers else min(score.closed_ends, dense.num_layers // LAYERS_OF_AN_END)
+    for ends in range(most, 0, -1):
+        scope = OpenUnits.of(dense, replace(score, first_layer=ends, last_layer=-1 - ends))
+        if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
+            return scope
+    return OpenUnits.of(dense, score)
+
+
+def _open_share(request: PlanRequest, scope: OpenUnits) -> float:
+    """Return the share of all parameters that the open layers would lose if they lost every open unit."""
+    blocks = {"heads": {"query_heads": (), "kv_heads": ()}, "ffn": {"ffn": ()}}
+    emptied = {name: kept for axis in scope.axes for name, kept in blocks.get(axis, {}).items()}
+    plan = request.identity
+    for layer in scope.layers:
+        plan = plan.with_layer(layer, **emptied)
+    return share_of_parameters(request.family, request.shapes, plan)
+
+
 def decide_by_scores(
     scorer: Scorer,
     model: PreTrainedModel,
@@ -250,6 +284,9 @@ def decide_by_scores(
     notes = [*ranking.rounding_notes(), _goal_note(request, share, left), losses_note(losses), *run.notes]
     warnings += untouched_axes(ranking, losses, standardised=run.scores.standardised)
     warnings += _shortfall(ranking, share)
+    if request.score.closed_ends and not request.score.names_open_layers:
+        first, last = ranking.scope.layers[0], ranking.scope.layers[-1]
+        notes.append(f"Layers {first} to {last} are open (score.closed_ends is {request.score.closed_ends}).")
     if request.score.uniform:
         notes.append(UNIFORM_NOTE)
         if reasons := ranking.stock_obstacles(plan):
@@ -281,7 +318,7 @@ def make_ranking(model: PreTrainedModel, request: PlanRequest) -> Ranking:
     Raises:
         ConfigError: open layers that the model does not have.
     """
-    scope = OpenUnits.of(request.identity.dense, request.score)
+    scope = open_units(request)
     biases = request.reconstruct == "bias"
 
     def stock_obstacles(plan: PrunePlan) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pyprune.config.base import LARGEST_SEED, LARGEST_WEIGHT, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.errors import shown
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config, with_local_ranking
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config, with_local_ranking
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauOptions,
-    presets={**equal_layer_presets("moreau", _moreau_paper), "moreau-converged": with_local_ranking(_moreau_converged)},
+    presets={**equal_layer_forms(_moreau_paper), "moreau-converged": with_local_ranking(_moreau_converged)},
 )

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config
 from pyprune.methods.score.moreau import MoreauOptions
 
 
@@ -44,5 +44,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=MoreauGsOptions,
-    presets=equal_layer_presets("moreau_gs", _moreau_gs_paper),
+    presets=equal_layer_forms(_moreau_gs_paper),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pyprune.config.base import LARGEST_SEED, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -37,5 +37,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=SmoothGradOptions,
-    presets=equal_layer_presets("smoothgrad", _smoothgrad_paper),
+    presets=equal_layer_forms(_smoothgrad_paper),
 )

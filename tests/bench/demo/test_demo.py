@@ -206,7 +206,7 @@ def test_the_default_is_reconstructed_and_every_other_arm_is_not(full: Run) -> N
     reconstructed = {key for key, arm in arms.items() if arm["config"]["cut"]["reconstruct"] == "least_squares"}
     assert reconstructed == {"reconstructed_ppl", "pruned_ppl"}
     assert full.metrics["reconstructed_ppl"] != full.metrics["direct_ppl"]
-    default = json.loads(json.dumps(preset("elder").to_dict()))
+    default = json.loads(json.dumps(preset("elder-trained").to_dict()))
     ours = arms["pruned_ppl"]["config"]
     assert all(ours[part] == default[part] for part in ("stages", "method"))
     assert ours["recover"] | {"train": None} == default["recover"] | {"train": None}

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune import prune_
+from pyprune.config.cut import CutConfig
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import TrainConfig
 from pyprune.cut.mask import mask_, masked
@@ -42,7 +43,7 @@ def samples() -> Tensor:
 
 def config(method: str, ratio: float = 0.5, ratio_of: str = "layers", **own: Any) -> PruneConfig:
     base = preset(method)
-    return replace(base, ratio=ratio, ratio_of=ratio_of, options=replace(base.options, **own))
+    return replace(base, cut=CutConfig(), ratio=ratio, ratio_of=ratio_of, options=replace(base.options, **own))
 
 
 def decided(model: PreTrainedModel, chosen: PruneConfig, text: Tensor | None = None) -> PlanDecision:

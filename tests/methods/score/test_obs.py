@@ -168,9 +168,8 @@ def test_heads_go_in_the_order_of_their_costs(unit: str) -> None:
     assert float(values.min()) > 0
 
 
-def test_the_preset_takes_channels_of_all_layers_in_one_order_and_reconstructs() -> None:
-    found = preset("obs")
-    assert found.cut.reconstruct == "least_squares"
+def test_the_preset_takes_channels_of_all_layers_in_one_order() -> None:
+    found = preset("obs-plain")
     model = tiny_model("llama")
     with torch.no_grad():  # a layer that writes next to nothing
         model.model.layers[2].mlp.down_proj.weight.mul_(1e-3)

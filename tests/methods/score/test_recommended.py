@@ -1,4 +1,4 @@
-"""What a score removes by default: the same share of heads and FFN channels in every layer."""
+"""The forms of a score: what each removes, and what it does after the cut."""
 
 from __future__ import annotations
 
@@ -31,28 +31,31 @@ def test_by_default_heads_and_channels_go_alike_in_every_layer(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_papers_presets_keep_the_one_order_and_differ_in_nothing_else(name: str) -> None:
+def test_the_papers_presets_keep_the_one_order_of_all_layers(name: str) -> None:
     ours, papers = preset(name), preset(f"{name}-paper")
     assert (ours.score_options.ranking, papers.score_options.ranking) == ("local", "global")
-    assert ours == replace(papers, score=replace(papers.score_options, ranking="local"))
+    assert (ours.score_options.closed_ends, papers.score_options.closed_ends) == (2, 0)
+    assert papers.cut.reconstruct == "none"
 
 
 def test_scores_that_do_compare_keep_the_one_order() -> None:
-    """FLAP standardises by itself, as in its paper; obs counts nats; the control draws every score from one range."""
+    """obs counts nats; the control draws every score from one range."""
     found = {name for name in score_presets() if preset(name).score_options.ranking == "global"}
-    assert found == {"flap", "obs", "random"}
+    assert found == {"obs", "random"}
 
 
-def test_the_recovered_preset_takes_heads_too_reconstructs_and_trains_all_weights() -> None:
-    found = preset("taylor-recovered")
-    assert found.cut.reconstruct == "least_squares"
-    assert found.stages.after == ("recover",)
-    assert (found.recover.adapters, found.options.to_dict()["form"]) == ("none", "param_second")
-    assert found.recover.distill is not None
-    model = tiny_model("llama", num_key_value_heads=6, num_hidden_layers=6)
-    decision = decision_of(model, tiny_batch(1, 8, 12), quick(replace(found, ratio=0.1)))
-    removed = decision.details["scores"]["removed_by_axis"]
-    assert removed["heads"]["removed"] > 0
-    assert removed["ffn"]["removed"] > 0
-    widths = [layer.widths for layer in decision.plan.layers]
-    assert all(widths[i] == (6, 6, 40) for i in (0, 1, 4, 5)), "the first two layers and the last two stay whole"
+def ends_kept(layers: int, ratio: float, settings: tuple[str, ...] = ()) -> tuple[int, int]:
+    """The layers that stay whole at the beginning and at the end of a cut by Taylor's score."""
+    model = tiny_model("llama", num_key_value_heads=6, num_hidden_layers=layers)
+    config = replace(build_config(preset="taylor-plain", settings=settings), ratio=ratio)
+    decision = decision_of(model, tiny_batch(1, 8, 12), config)
+    whole = [layer.widths == (6, 6, 40) for layer in decision.plan.layers]
+    assert ("score.closed_ends" in " ".join(decision.notes)) == (not settings)
+    return whole.index(False), whole[::-1].index(False)
+
+
+def test_the_outer_layers_stay_whole_as_long_as_the_others_can_lose_the_goal() -> None:
+    assert ends_kept(12, 0.1) == (2, 2)
+    assert ends_kept(6, 0.1) == (1, 1), "one layer of six at each end"
+    assert ends_kept(12, 0.45) == (1, 1), "with two the others would lose more than three quarters"
+    assert ends_kept(12, 0.1, ("score.layers=[0,3,11]",)) == (0, 0), "named layers win"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pyprune.config.method import MethodOptions
-from pyprune.config.run import PruneConfig
+from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.methods.base import Deferred, Method
-from pyprune.methods.training import with_reconstruction
+from pyprune.methods.training import MIXTURE, make_forms
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class PcaOptions(MethodOptions):
 
 
 def _pca() -> PruneConfig:
-    """PCA, then a reconstruction on a mixture of texts, then all weights are trained (all constants ours)."""
-    return with_reconstruction(PruneConfig(method="pca", ratio=0.25, ratio_of="hidden", options=PcaOptions()))
+    """PCA: 25 % of the hidden directions, those of the least energy on a mixture of texts (all constants ours)."""
+    stages = StageConfig(before=())
+    return PruneConfig("pca", ratio=0.25, ratio_of="hidden", data=MIXTURE, stages=stages, options=PcaOptions())
 
 
 METHOD = Method(
@@ -37,5 +38,5 @@ METHOD = Method(
     prepare=Deferred(f"{__name__}.directions:prepare"),
     from_disk=True,
     rotates=True,
-    presets={"pca": _pca},
+    presets=make_forms(_pca),
 )

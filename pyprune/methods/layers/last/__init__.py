@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import paper_presets
 from pyprune.methods.layers import BlockOptions, removal_config, removal_method
 
 
 @dataclass(frozen=True)
 class LastOptions(BlockOptions):
-    """Options of removal_config the last layers, or blocks.
+    """Options of removing the last layers, or blocks.
 
     Attributes:
         keep_last: layers at the end of the model that are kept whole; Gromov et al. keep 1.
@@ -32,5 +31,5 @@ METHOD = removal_method(
     f"{__name__}.choose:decide",
     LastOptions,
     reads_text=False,
-    presets=paper_presets("last", _last),
+    presets={"last": _last, "last-paper": _last},
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import paper_presets
 from pyprune.methods.layers import BlockOptions, removal_config, removal_method
+from pyprune.methods.training import LESS_TEXT, make_forms
 
 Form = Literal["ppl", "taylor_plus"]
 PAPER_KEEPS: dict[Form, tuple[int, int]] = {"ppl": (0, 0), "taylor_plus": (4, 2)}
@@ -37,7 +37,7 @@ class ShortenedLlamaOptions(BlockOptions):
         return first if self.keep_first is None else self.keep_first, last if self.keep_last is None else self.keep_last
 
 
-def _shortened_llama() -> PruneConfig:
+def _shortened_llama_paper() -> PruneConfig:
     """Shortened LLaMA: 25 % of the layers, by perplexity; the paper's 10 samples of 128 tokens.
 
     The paper draws them from BookCorpus.
@@ -45,10 +45,15 @@ def _shortened_llama() -> PruneConfig:
     return removal_config("shortened_llama", ShortenedLlamaOptions(), samples=10, sequence_length=128)
 
 
+def _shortened_llama() -> PruneConfig:
+    """Shortened LLaMA: 25 % of the layers, by perplexity on a mixture of texts (ours)."""
+    return replace(_shortened_llama_paper(), data=LESS_TEXT)
+
+
 METHOD = removal_method(
     "shortened_llama",
     "Shortened LLaMA: remove the layers of the smallest score at once, by perplexity or Taylor expansion.",
     f"{__name__}.score:decide",
     ShortenedLlamaOptions,
-    presets=paper_presets("shortened_llama", _shortened_llama),
+    presets=make_forms(_shortened_llama, _shortened_llama_paper),
 )

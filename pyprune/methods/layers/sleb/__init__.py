@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyprune.config.base import LARGEST_INDEX, option
 from pyprune.config.run import PruneConfig
-from pyprune.methods.base import paper_presets
 from pyprune.methods.layers import EdgeOptions, removal_config, removal_method
+from pyprune.methods.training import LESS_TEXT, make_forms
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,14 @@ class SlebOptions(EdgeOptions):
     keep_last: int = option(1, at_least=0, at_most=LARGEST_INDEX)
 
 
-def _sleb() -> PruneConfig:
+def _sleb_paper() -> PruneConfig:
     """SLEB: 25 % of the layers, one a round, by the perplexity on 128 samples of 2,048 tokens of WikiText-2."""
     return removal_config("sleb", SlebOptions(), samples=128, sequence_length=2048)
+
+
+def _sleb() -> PruneConfig:
+    """SLEB: 25 % of the layers, one a round, by the perplexity on a mixture of texts (ours)."""
+    return replace(_sleb_paper(), data=LESS_TEXT)
 
 
 METHOD = removal_method(
@@ -28,5 +33,5 @@ METHOD = removal_method(
     "SLEB: remove one layer a round, the one without which the perplexity is smallest.",
     f"{__name__}.score:decide",
     SlebOptions,
-    presets=paper_presets("sleb", _sleb),
+    presets=make_forms(_sleb, _sleb_paper),
 )

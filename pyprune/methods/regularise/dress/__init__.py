@@ -14,7 +14,7 @@ from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import TrainConfig
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
+from pyprune.methods.training import MIXTURE, make_forms, published_recovery, published_training, short_training
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,10 @@ def _dress_paper_opt() -> PruneConfig:
 
 
 def _dress() -> PruneConfig:
-    """DReSS's axis, recommended: remove the channels of least energy, reconstruct the cut, and train all weights."""
+    """DReSS's axis: 25 % of the hidden channels, those of the least energy on a mixture of texts."""
     annealed = _dress_anneal()
-    return with_reconstruction(replace(annealed, options=replace(own_options(annealed, DressOptions), select="energy")))
+    options = replace(own_options(annealed, DressOptions), select="energy")
+    return replace(annealed, data=MIXTURE, stages=StageConfig(before=()), options=options)
 
 
 def _dress_anneal() -> PruneConfig:
@@ -164,7 +165,7 @@ METHOD = Method(
     from_disk=True,
     options=DressOptions,
     presets={
-        "dress": _dress,
+        **make_forms(_dress),
         "dress-anneal": _dress_anneal,
         "dress-paper": _dress_paper,
         "dress-paper-opt": _dress_paper_opt,

@@ -10,10 +10,10 @@ from typing_extensions import override
 from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, Norm, option
 from pyprune.config.data import DataConfig
 from pyprune.config.method import Deciding, MethodOptions
-from pyprune.config.run import PruneConfig
+from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.config.train import LARGEST_BATCH, TrainConfig, micro_batch_for
 from pyprune.methods.base import Deferred, Method, own_options
-from pyprune.methods.training import published_recovery, published_training, short_training, with_reconstruction
+from pyprune.methods.training import MIXTURE, make_forms, published_recovery, published_training, short_training
 
 READ_BY_GATES = ("dtype", "gradient_checkpointing", "checkpoint_interval")
 """Options of stage 2's training that stage 1 uses as well."""
@@ -142,8 +142,8 @@ def _elder_paper_literal() -> PruneConfig:
 
 
 def _elder() -> PruneConfig:
-    """ELDeR, recommended: its gates choose, the cut is reconstructed on a mixture of texts, and all weights trained."""
-    return with_reconstruction(_elder_anneal())
+    """ELDeR: 25 % of the layers, as its gates choose on a mixture of texts."""
+    return replace(_elder_anneal(), data=MIXTURE, stages=StageConfig(before=()))
 
 
 def _elder_anneal() -> PruneConfig:
@@ -175,7 +175,7 @@ METHOD = Method(
     options=ElderOptions,
     reads_seed=True,
     presets={
-        "elder": _elder,
+        **make_forms(_elder),
         "elder-anneal": _elder_anneal,
         "elder-paper": _elder_paper,
         "elder-paper-literal": _elder_paper_literal,

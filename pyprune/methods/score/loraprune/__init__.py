@@ -11,7 +11,7 @@ from pyprune.config.base import LARGEST_WEIGHT, option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
 from pyprune.config.train import LARGEST_RANK, TrainConfig
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -69,5 +69,5 @@ METHOD = score_method(
     holds="the LoRA factors of all open projections, which it trains",
     batches=False,
     options=LoraPruneOptions,
-    presets=equal_layer_presets("loraprune", _loraprune_paper),
+    presets=equal_layer_forms(_loraprune_paper),
 )

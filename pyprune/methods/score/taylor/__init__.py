@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.config.score import ScoreConfig
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
-from pyprune.methods.training import with_reconstruction
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -28,16 +26,6 @@ def _taylor_paper() -> PruneConfig:
     return scoring_config("taylor", TaylorOptions())
 
 
-def _taylor_recovered() -> PruneConfig:
-    """The recommended form for heads and FFN channels: second order, by layer; reconstructed, then trained.
-
-    A score is divided by the mean of its axis in its layer, so that heads are removed too. The first two layers and the
-    last two are kept whole (all constants ours).
-    """
-    base = with_reconstruction(scoring_config("taylor", TaylorOptions(form="param_second")))
-    return replace(base, score=ScoreConfig(normalise="layer", first_layer=2, last_layer=-3, batch_size=8))
-
-
 METHOD = score_method(
     "taylor",
     "LLM-Pruner: remove the parts that change the loss least, by its Taylor expansion.",
@@ -45,5 +33,5 @@ METHOD = score_method(
     from_disk=("heads", "ffn", "hidden"),
     gradients=True,
     options=TaylorOptions,
-    presets={**equal_layer_presets("taylor", _taylor_paper), "taylor-recovered": _taylor_recovered},
+    presets=equal_layer_forms(_taylor_paper),
 )

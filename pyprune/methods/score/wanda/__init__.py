@@ -7,7 +7,7 @@ from typing import Literal
 
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.methods.score import equal_layer_presets, score_method, scoring_config
+from pyprune.methods.score import equal_layer_forms, score_method, scoring_config
 
 
 @dataclass(frozen=True)
@@ -33,5 +33,5 @@ METHOD = score_method(
     f"{__name__}.score:score",
     from_disk=("heads", "ffn", "hidden"),
     options=WandaOptions,
-    presets=equal_layer_presets("wanda", _wanda_paper),
+    presets=equal_layer_forms(_wanda_paper, options=WandaOptions(matrices="output")),
 )
