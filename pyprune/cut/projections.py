@@ -106,7 +106,7 @@ class Gain:
 
     def divisor(self, y: Tensor) -> Tensor:
         """Return the number that the norm divides each token y [tokens, H'] by, [tokens, 1]."""
-        epsilon = getattr(self.module, "variance_epsilon", None) or cast(float, self.module.eps)
+        epsilon: float = getattr(self.module, "eps" if hasattr(self.module, "eps") else "variance_epsilon")
         return (y.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def put(self, values: Tensor) -> None:
