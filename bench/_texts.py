@@ -52,7 +52,7 @@ def packaged_gguf(package: str) -> tuple[Path, str]:
 
 
 def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
-    """Load the dense model: (name, model, tokenizer); None = SmolLM2 from its package.
+    """Load the dense model: (name, model, tokenizer), of a folder or GGUF file; None = SmolLM2 from its package.
 
     Raises:
         CheckpointError: the package is not installed, or the folder cannot be read.
@@ -61,8 +61,10 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     from pyprune.checkpoint.load import load_model
 
     if model is not None:
-        loaded, tokenizer = load_model(model)
-        return Path(model).name, loaded, tokenizer
+        path = Path(model)
+        gguf = path.suffix == ".gguf"
+        loaded, tokenizer = load_model(path.parent, gguf_file=path.name) if gguf else load_model(path)
+        return path.name, loaded, tokenizer
     folder, file = packaged_gguf(PACKAGE)
     loaded, tokenizer = load_model(folder, gguf_file=file)
     return MODEL_NAME, loaded, tokenizer

