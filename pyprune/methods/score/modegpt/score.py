@@ -62,4 +62,5 @@ def ridge_leverage(moments: Tensor, ridge: float) -> Tensor:
     wide = moments.double()
     penalty = ridge * wide.diagonal().mean()
     identity = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
-    return 1 - penalty * torch.linalg.inv(wide + penalty * identity).diagonal()
+    inverse: Tensor = torch.linalg.inv(wide + penalty * identity)
+    return 1 - penalty * inverse.diagonal()
