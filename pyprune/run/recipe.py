@@ -32,7 +32,7 @@ from pyprune.methods.registry import (
 )
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.files import read_bounded
-from pyprune.runtime.progress import say
+from pyprune.runtime.progress import warn
 
 RECIPE_BYTES = 1_000_000
 """Our largest recipe has 2,000; a list of every channel of the largest models has 100,000."""
@@ -194,7 +194,7 @@ def _take_form(options: dict[str, Any]) -> str | None:
 def say_changed_name(name: str) -> None:
     """Print once what a name of an earlier release is now."""
     if note := note_of_name(name):
-        say(note)
+        warn(note)
 
 
 _TEXT_OPTIONS = ("source", "split", "field", "sequence_length")

@@ -18,7 +18,7 @@ from pyprune.cut.compensate import compensate_, compensated_config, target_of
 from pyprune.cut.mask import mask_, masked
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for, named_axes
-from pyprune.methods.registry import own_methods, read_config
+from pyprune.methods.registry import presets, read_config
 from pyprune.plan import PrunePlan
 from pyprune.run.recipe import build_config
 from pyprune.serving.export import export
@@ -229,7 +229,7 @@ def test_options_that_contradict_each_other_are_refused(change: dict[str, Any], 
         read_config({"method": "wanda", "stages": {"before": []}, **change})
 
 
-def test_flap_compensates_by_default_and_no_other_method_does() -> None:
-    compensating = [name for name in own_methods() if build_config(options={"method": name}).adds_biases]
-    assert compensating == ["flap"]
-    assert not build_config(options={"method": "flap", "cut.reconstruct": "none"}).adds_biases
+def test_flap_compensates_as_in_its_paper_and_nothing_else_does() -> None:
+    compensating = [name for name in presets() if build_config(preset=name).adds_biases]
+    assert compensating == ["flap-paper"]
+    assert not build_config(preset="flap-paper", options={"cut.reconstruct": "none"}).adds_biases

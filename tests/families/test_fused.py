@@ -120,6 +120,8 @@ def test_every_score_is_the_same(method: str, score: dict[str, Any]) -> None:
     """Fused projections count as modules of their own, so every aggregation sees the same structures."""
     if method == "flap" and ("axes" in score or score.get("aggregation") == "prod"):
         pytest.skip("FLAP refuses these")
+    if method == "modegpt" and "axes" in score:
+        pytest.skip("modegpt refuses other axes than ffn")
     if method == "obs" and ("axes" in score or "aggregation" in score):
         pytest.skip("obs refuses these")
     if method in ("moreau", "moreau_gs") and "heads_unit" in score:

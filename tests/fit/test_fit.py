@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
-from pyprune import prune
-from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cli.fit import choose_engine_and_format
@@ -50,6 +49,7 @@ from pyprune.fit.sizes import MULTIPLES, SizeRules
 from pyprune.fit.solve import Solution
 from pyprune.methods import training
 from pyprune.plan import PrunePlan, Sizes
+from pyprune.run.prune import prune_checkpoint
 from pyprune.serving.engines import EngineError
 from pyprune.serving.quantise import quantising_obstacle
 from pyprune.serving.widths import group_obstacle
@@ -319,17 +319,19 @@ def test_the_model_of_the_search_takes_no_memory_while_the_winner_is_written(
     models: list[Any] = []
     devices: list[str] = []
 
+    load = ModelSource.load
+
     def loaded(*given: Any, **more: Any) -> Any:
-        model, tokenizer = load_model(*given, **more)
+        model, tokenizer = load(*given, **more)
         models.append(model)
         return model, tokenizer
 
     def written(*given: Any, **more: Any) -> Any:
         devices.append(models[0].device.type)
-        return prune(*given, **more)
+        return prune_checkpoint(*given, **more)
 
-    monkeypatch.setattr(import_module("pyprune.fit.search"), "load_model", loaded)
-    monkeypatch.setattr(import_module("pyprune.fit.fit"), "prune", written)
+    monkeypatch.setattr(ModelSource, "load", loaded)
+    monkeypatch.setattr(import_module("pyprune.fit.fit"), "prune_checkpoint", written)
     result = run(*arguments(place, tmp_path / "out", "parameters=70%", timing=True), "--no-recover")
     assert result.exit_code == 0, result.output
     assert devices == ["meta"]
