@@ -196,6 +196,7 @@ def test_methods_that_read_no_text_decide_from_disk(
         {"method": "flap", "score.iterations": 2},
         {"method": "smoothgrad", "smoothgrad.draws": 2},
         {"method": "obs", "ratio": 0.1, "score.iterations": 2},
+        {"method": "modegpt", "score.axes": ["ffn"], "ratio": 0.1},
         {"method": "moreau", "moreau.steps": 3},
         {"method": "moreau", "moreau.draws": 2, "moreau.steps": 2, "score.batch_size": 2},
         {"method": "moreau_gs", "moreau_gs.steps": 3, "moreau_gs.eta": 1e-3},

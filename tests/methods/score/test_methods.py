@@ -25,7 +25,19 @@ from tests._support.options import quick, scoring_config
 from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=3, length=11)
-NAMES = ("magnitude", "random", "wanda", "flap", "obs", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
+NAMES = (
+    "magnitude",
+    "random",
+    "wanda",
+    "flap",
+    "obs",
+    "modegpt",
+    "loraprune",
+    "taylor",
+    "moreau",
+    "moreau_gs",
+    "smoothgrad",
+)
 
 
 def scorer_of(name: str) -> Scorer:

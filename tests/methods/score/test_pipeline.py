@@ -29,7 +29,19 @@ from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick
 from tests._support.text import write_model, write_text
 
-METHODS = ("magnitude", "random", "wanda", "flap", "obs", "loraprune", "taylor", "moreau", "moreau_gs", "smoothgrad")
+METHODS = (
+    "magnitude",
+    "random",
+    "wanda",
+    "flap",
+    "obs",
+    "modegpt",
+    "loraprune",
+    "taylor",
+    "moreau",
+    "moreau_gs",
+    "smoothgrad",
+)
 
 FEW = {
     "moreau": ("moreau.draws=2", "moreau.steps=2"),
