@@ -47,7 +47,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     write_model(tiny_model("llama"), tmp_path / "dense")
     byte_level_tokenizer().save_pretrained(tmp_path / "dense")  # llama.cpp wants a vocabulary with merges
-    write_text(tmp_path / "text.txt", words=2000)
+    write_text(tmp_path / "text.txt", words=5000)
     write_text(tmp_path / "test.txt", words=400, seed=1)
     names = {"model": "dense", "text": "text.txt", "test": "test.txt"}
     for block in blocks:

@@ -53,8 +53,7 @@ def test_the_python_example_runs(
     save_checkpoint(tiny_model("llama"), tiny_tokenizer(), "tiny", plan=None, provenance={})
     Path("text.txt").write_text("\n\n".join(f"Paragraph {i} of a text about the number {i * i}." for i in range(400)))
     small = (
-        '"data.source": "text.txt", "data.samples": 4, "data.sequence_length": 16, "recover.train.steps": 2, '
-        '"recover.train.batch_size": 2, "recover.train.micro_batch_size": 2, "elder.gates.first_round_steps": 2, '
+        '"data.source": "text.txt", "data.samples": 4, "data.sequence_length": 16, "elder.gates.first_round_steps": 2, '
     )
     replaced = {
         '"HuggingFaceTB/SmolLM2-135M"': '"tiny"',
