@@ -160,7 +160,8 @@ def build_config(
     data = read_recipe(recipe) if recipe is not None else {}
     named, recovers = (_name_in(data, key, recipe) for key in ("preset", "recovery"))
     chosen = _chosen(options, settings)
-    form = _take_form(chosen) or _take_form(data)
+    form, of_recipe = _take_form(chosen), _take_form(data)
+    form = form if "method" in chosen else of_recipe
     preset = form if preset is None else preset
     if isinstance(method := data.get("method"), str) and method != "none":
         check_name(method)  # reports a mistake in the recipe even where --method wins over it

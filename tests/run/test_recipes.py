@@ -126,6 +126,8 @@ def test_a_form_may_be_named_as_the_method(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("method: taylor-trained\n")
     assert build_config(recipe=recipe) == trained
+    assert build_config(recipe=recipe, options={"method": "elder"}) == preset("elder"), "the command line wins"
+    assert build_config(recipe=recipe, options={"method": "wanda-plain"}) == preset("wanda-plain")
 
 
 def test_an_old_name_works_and_says_what_it_is_now(capsys: pytest.CaptureFixture[str]) -> None:
