@@ -70,6 +70,15 @@ def load_dense(model: str | None) -> tuple[str, PreTrainedModel, Any]:
     return MODEL_NAME, loaded, tokenizer
 
 
+def untie_(model: PreTrainedModel) -> None:
+    """Give a model a head of its own, in place; it computes the same."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+
+
 def config_folder(model: str | None, work: Path) -> Path:
     """A folder with a dense model's configuration and tokenizer; None = SmolLM2's, written into ``work``.
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench._texts import ELSEWHERE, PACKAGE, packaged_gguf
+from bench._texts import ELSEWHERE, PACKAGE, load_dense, packaged_gguf, untie_
 from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, mean_and_range, text_identity
 from pyprune.errors import ConfigError, PypruneError
 from pyprune.runtime.intervals import half_width
@@ -42,7 +42,6 @@ TEXTS = {
 """Test text -> its file of the data folder, and how many of its first windows are measured."""
 WINDOW = 2048
 CALIBRATION = "--samples 16 --sequence-length 512 --calibration"
-LEAST_PIECES = 2
 
 
 @dataclass(frozen=True)
@@ -217,14 +216,8 @@ def run_command(words: Sequence[str]) -> Json:
 
 def _write_untied(folder: Path) -> None:
     """Write SmolLM2 with an untied head; it computes the same."""
-    from torch import nn
-
-    from bench._texts import load_dense
-
     _, model, tokenizer = load_dense(None)
-    head = model.get_output_embeddings()
-    head.weight = nn.Parameter(head.weight.detach().clone())
-    model.config.tie_word_embeddings = False
+    untie_(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -245,7 +238,7 @@ def _ratio(best: Json, text: str, row: Json) -> str:
     """Return the ratio of a row's perplexity to the best row's, with its paired 95 % interval."""
     pairs = zip(row["figures"]["pieces"][text], best["figures"]["pieces"][text], strict=True)
     differences = [ours - theirs for ours, theirs in pairs]
-    middle, half = mean(differences), half_width(differences) if len(differences) >= LEAST_PIECES else 0.0
+    middle, half = mean(differences), half_width(differences)
     return f"{math.exp(middle):.2f} ({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
 
 

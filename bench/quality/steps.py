@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._settings import Settings, shared_training
-from bench._texts import PASSAGE, evaluation_texts, load_dense, served_perplexities, write_demo_mixture
+from bench._texts import PASSAGE, evaluation_texts, load_dense, served_perplexities, untie_, write_demo_mixture
 from bench.quality.grid import Bench, Case, count_removed, find_plan, keep_plan, text_identity
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
@@ -350,11 +350,7 @@ class PathBench(Bench):
 
     def untie(self, state: State) -> None:
         """Untie the head from the embedding; the model computes the same."""
-        from torch import nn
-
-        head = state.model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.detach().clone())
-        state.model.config.tie_word_embeddings = False
+        untie_(state.model)
         state.dense = state.model
 
     def choose(self, state: State, how: str, text: str) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from pyprune.cli.base import check_out, guard, say_what_is_loaded, text_options
 from pyprune.cli.sizes import warn_of_slow_checkpoint
-from pyprune.methods.registry import installed_names, own_methods, presets
+from pyprune.methods.registry import FORMS, installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
 from pyprune.runtime.progress import say, warn
 
@@ -40,8 +40,8 @@ def _methods() -> str:
 
 
 def _presets() -> str:
-    methods, forms = [*own_methods(), *INSTALLED], ("-plain", "-trained", "-paper")
-    others = [name for name in presets() if name not in methods and not name.endswith(forms)]
+    methods = [*own_methods(), *INSTALLED]
+    others = [name for name in presets() if name not in methods and not name.endswith(FORMS)]
     return (
         "Named set of options: the name of a method (choose, cut and reconstruct; no training), NAME-plain (without "
         "the reconstruction), NAME-trained (then trained on text and the dense logits), NAME-paper (the paper's "

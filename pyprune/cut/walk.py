@@ -74,7 +74,7 @@ class SolvedPart:
 
     @property
     def taken(self) -> bool:
-        """Whether anything was changed."""
+        """Check whether anything was changed."""
         return self.ridge is not None or self.rounds is not None
 
 

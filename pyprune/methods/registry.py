@@ -29,7 +29,8 @@ from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import Method, own_options
 
 _PACKAGES = tuple(f"pyprune.methods.{room}" for room in ("regularise", "score", "layers", "hidden"))
-_FORMS = ("-plain", "-trained", "-paper")
+FORMS = ("-plain", "-trained", "-paper")
+"""Ends of the names of the forms that methods have in addition to NAME."""
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
@@ -246,7 +247,7 @@ def score_presets() -> dict[str, str]:
     It is the paper's where there is one, and else the form that neither reconstructs nor trains.
     """
     made = presets()
-    names = [name for name in made if not name.endswith(_FORMS) and get_method(name.partition("-")[0]).scores]
+    names = [name for name in made if not name.endswith(FORMS) and get_method(name.partition("-")[0]).scores]
     forms = {name: [f"{name}-paper", f"{name}-plain", name] for name in names}
     return {name: next(form for form in forms[name] if form in made) for name in names}
 

@@ -9,6 +9,21 @@ from pyprune.config.run import PruneConfig
 from pyprune.methods.registry import score_presets
 from pyprune.run.recipe import build_config
 
+SCORES = (
+    "magnitude",
+    "random",
+    "wanda",
+    "flap",
+    "obs",
+    "modegpt",
+    "loraprune",
+    "taylor",
+    "moreau",
+    "moreau_gs",
+    "smoothgrad",
+)
+"""Every scoring method of the package."""
+
 
 def scoring_config(method: str, ratio: float | None = None, **changes: Any) -> PruneConfig:
     """The preset of a scoring method with other options: its own by their names, all others are ``score``'s.

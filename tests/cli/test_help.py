@@ -10,7 +10,7 @@ import pytest
 
 from pyprune.cli.app import app
 from pyprune.config.recoveries import RECOVERIES
-from pyprune.methods.registry import method_modules, presets
+from pyprune.methods.registry import FORMS, method_modules, presets
 from tests._support.cli import run
 
 COMMANDS = ("prune", "fit", "recover", "reconstruct", "eval", "robustness", "export", "serve", "bench", "profile",
@@ -65,9 +65,8 @@ def test_help_names_units_defaults_and_allowed_values(command: str, phrases: lis
 
 def test_help_names_every_preset() -> None:
     output = run("prune", "--help").output
-    forms = ("-plain", "-trained", "-paper")
-    assert [name for name in presets() if name not in output and not name.endswith(forms)] == []
-    assert [form for form in forms if f"NAME{form}" not in output] == []
+    assert [name for name in presets() if name not in output and not name.endswith(FORMS)] == []
+    assert [form for form in FORMS if f"NAME{form}" not in output] == []
     for command in ("prune", "recover"):
         output = run(command, "--help").output
         assert [name for name in RECOVERIES if name not in output] == []

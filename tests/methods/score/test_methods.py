@@ -21,23 +21,10 @@ from pyprune.methods.score.moreau import MoreauOptions
 from pyprune.run.recipe import build_config
 from pyprune.train.loss import causal_loss
 from tests._support.models import tiny_batch, tiny_model
-from tests._support.options import quick, scoring_config
+from tests._support.options import SCORES, quick, scoring_config
 from tests._support.scores import decision_of, scoring_of
 
 SAMPLES = tiny_batch(batch=3, length=11)
-NAMES = (
-    "magnitude",
-    "random",
-    "wanda",
-    "flap",
-    "obs",
-    "modegpt",
-    "loraprune",
-    "taylor",
-    "moreau",
-    "moreau_gs",
-    "smoothgrad",
-)
 
 
 def scorer_of(name: str) -> Scorer:
@@ -345,7 +332,7 @@ def test_random_scores_are_seeded_and_know_nothing_of_the_weights() -> None:
 
 def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
     names = [name for name, module in method_modules().items() if module.startswith("pyprune.methods.score.")]
-    assert set(names) == set(NAMES)
+    assert set(names) == set(SCORES)
     for name in names:
         method = get_method(name)
         assert (method.name, method.axis, method.regularise) == (name, "structures", None)
@@ -353,7 +340,7 @@ def test_every_scoring_method_has_its_default_preset_and_a_summary() -> None:
         assert method_preset(name).method == name
 
 
-@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("method", SCORES)
 def test_a_scorer_leaves_the_model_as_it_was(method: str) -> None:
     model = tiny_model("qwen3-tied")
     before = {p.name: p.parameter.detach().clone() for p in named_axes(model)}

@@ -26,22 +26,8 @@ from pyprune.run.recipe import build_config
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
 from tests._support.models import tiny_batch, tiny_model
-from tests._support.options import quick
+from tests._support.options import SCORES, quick
 from tests._support.text import write_model, write_text
-
-METHODS = (
-    "magnitude",
-    "random",
-    "wanda",
-    "flap",
-    "obs",
-    "modegpt",
-    "loraprune",
-    "taylor",
-    "moreau",
-    "moreau_gs",
-    "smoothgrad",
-)
 
 FEW = {
     "moreau": ("moreau.draws=2", "moreau.steps=2"),
@@ -90,7 +76,7 @@ def test_a_moreau_plan_of_unequal_widths_survives_save_and_load(name: str, text:
     assert alone.abs().max() > 1e-2, "the cut must show"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SCORES)
 def test_every_method_runs_from_the_command_line(method: str, text: Path, tmp_path: Path) -> None:
     folder = write_model(tiny_model("llama"), tmp_path / "dense")
     few = [part for setting in FEW.get(method, ()) for part in ("--set", setting)]

@@ -8,9 +8,8 @@ from typing import Literal
 from pyprune.config.base import option
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig
-from pyprune.config.score import ScoreConfig
-from pyprune.methods.score import BATCH, CLOSED_ENDS, score_method, scoring_config
-from pyprune.methods.training import LESS_TEXT, make_forms
+from pyprune.methods.score import choose_by_score, score_method, scoring_config
+from pyprune.methods.training import make_forms
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,7 @@ def _obs() -> PruneConfig:
     """Optimal Brain Surgeon over the FFN channels on a mixture of texts; the outer two layers stay whole."""
     # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that removes some loses more than was estimated,
     # and is worse than one of channels alone.
-    return scoring_config(
-        "obs",
-        ObsOptions(dtype="auto"),
-        data=LESS_TEXT,
-        score=ScoreConfig(axes=("ffn",), normalise="size", batch_size=BATCH, closed_ends=CLOSED_ENDS),
-    )
+    return choose_by_score(scoring_config("obs", ObsOptions(dtype="auto")), axes=("ffn",), normalise="size")
 
 
 METHOD = score_method(
