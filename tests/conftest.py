@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     # Triton decides what a kernel is when triton itself is imported, and many packages import it: the switch must
     # be set before the first of them, here.
     os.environ["TRITON_INTERPRET"] = "1"
+# torch keeps compiled kernels between runs and does not ask whether they were made for other vector registers: one
+# of AVX-512 on a CPU that is told to be AVX2 writes past its buffers. Each setting has a folder of its own.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    str(Path(tempfile.gettempdir(), f"pyprune-inductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'default')}")),
+)
 # A shell starts background jobs with Ctrl-C ignored, and nohup ignores a closed terminal; the tests of both need them,
 # here and in their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
