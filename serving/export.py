@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.errors import ConfigError, did_you_mean
-from pyprune.families import all_families
+from pyprune.families import family_of_type
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import layer_widths
@@ -189,7 +189,7 @@ def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
     """
     if plan is None:
         return ()
-    family = all_families()[plan.model_type]
+    family = family_of_type(plan.model_type)
     reasons = [(stock.model_type, stock.obstacle(config, plan)) for stock in family.stock_targets]
     return tuple(f"{name}: {reason}" for name, reason in reasons) if all(reason for _, reason in reasons) else ()
 
@@ -198,15 +198,15 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same weights as an instance of the pruned architecture (the tensors are shared)."""
     from transformers import AutoModelForCausalLM
 
-    from pyprune.families import family_for
-    from pyprune.modeling import PRUNED_CONFIGS
+    from pyprune.families import all_families, family_for, find_family
+    from pyprune.modeling import pruned_config_class
 
     model_type = str(model.config.model_type)
-    if model_type not in PRUNED_CONFIGS:
-        raise ConfigError(did_you_mean(model_type, PRUNED_CONFIGS, "model type of a pruned architecture"))
+    if model_type.startswith("pruned_") or find_family(model_type) is None:
+        raise ConfigError(did_you_mean(model_type, all_families(), "model type of a pruned architecture"))
     values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
     values |= {"head_dim": family_for(model).sizes(model.config).head_dim, "per_layer_config": {}}
-    config = PRUNED_CONFIGS[model_type](**values)
+    config = pruned_config_class(model_type)(**values)
     pruned = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     pruned.load_state_dict(model.state_dict(), assign=True)
     pruned.tie_weights()

@@ -27,8 +27,7 @@ from pyprune.checkpoint.plausible import (
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
-from pyprune.families import all_families, dense_family, parameter_shapes
-from pyprune.modeling.configuration import PRUNED_CONFIGS
+from pyprune.families import all_families, dense_family, family_of_type, find_family, parameter_shapes
 
 GENERATION = "generation_config.json"
 QUANTISED_PER_ELEMENT = 8
@@ -149,7 +148,7 @@ def load_config(source: str, **options: Any) -> Any:
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
-        if values.get("per_layer_config") and values.get("model_type") in PRUNED_CONFIGS:
+        if values.get("per_layer_config") and _is_stock(values.get("model_type")):
             raise CheckpointError(
                 f"{label(source)} has a per_layer_config that no stock architecture reads, and Transformers builds no "
                 "model of it. pyprune reads sizes per layer in checkpoints that it wrote itself."
@@ -158,6 +157,10 @@ def load_config(source: str, **options: Any) -> Any:
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
+
+
+def _is_stock(model_type: object) -> bool:
+    return not str(model_type).startswith("pruned_") and find_family(model_type) is not None
 
 
 def is_folder(source: str) -> bool:
@@ -192,7 +195,7 @@ def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
 
 
 def check_model_type(name: Any) -> None:
-    """Refuse a model type without a table of axes, and name the nearest one that has one."""
-    known = set(all_families()) | {f"pruned_{family}" for family in all_families()}
-    if not isinstance(name, str) or name not in known:
+    """Refuse a model type without a table of axes, unless one can be inferred, and name the nearest with a table."""
+    if not isinstance(name, str):
         raise UnsupportedModelError(did_you_mean(str(name)[:80], all_families(), "model type"))
+    family_of_type(name)

@@ -38,7 +38,7 @@ from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, 
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
-from pyprune.families import parameter_shapes
+from pyprune.families import find_family, parameter_shapes
 from pyprune.modeling.configuration import PrunedConfigMixin
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
@@ -226,7 +226,12 @@ class ModelSource:
             return "GGUF weights are dequantised when they are loaded"
         if self.trust_remote_code:
             return "the model may run code of its own (--trust-remote-code)"
-        return None if self.folder is not None else f"{self.name} has no safetensors"
+        if self.folder is None:
+            return f"{self.name} has no safetensors"
+        family = find_family(read_config(self.folder).get("model_type"))
+        if family is not None and family.stored_buffers:
+            return f"the files of {family.model_type!r} models hold buffers, which no table describes"
+        return None
 
     def layers_obstacle(self) -> str | None:
         """Return why the layers cannot be read one at a time while the model runs; None where they can.

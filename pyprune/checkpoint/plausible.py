@@ -19,6 +19,7 @@ from typing import Any
 
 from pyprune.checkpoint.damage import read_mapping
 from pyprune.errors import CheckpointError, shown
+from pyprune.families import find_family
 from pyprune.plan import MAX_INDEX, MAX_LAYERS
 
 CONFIG = "config.json"
@@ -134,9 +135,11 @@ def _check_named_values(config: Mapping[str, Any], source: str) -> None:
     rows, pad = config.get("vocab_size"), config.get("pad_token_id")
     if isinstance(rows, int) and isinstance(pad, int) and pad >= rows:
         raise _not_allowed(source, "pad_token_id", pad, f"0 to {rows - 1} (vocab_size is {rows}) and null")
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    if isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
-        raise _not_allowed(source, "layer_types", kinds, f"lists of {layers} entries, one for each layer")
+    layers, family = config.get("num_hidden_layers"), find_family(config.get("model_type"))
+    for name in family.layer_lists if family is not None else ():
+        values = config.get(name)
+        if isinstance(values, list) and isinstance(layers, int) and len(values) != layers:
+            raise _not_allowed(source, name, values, f"lists of {layers} entries, one for each layer")
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         if isinstance(config.get(name), str) and config[name] not in ACT2FN:
             raise _not_allowed(source, name, config[name], "the activations of Transformers, such as silu and gelu")

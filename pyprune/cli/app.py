@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from pyprune.cli.bench import bench
 from pyprune.cli.evaluate import evaluate
 from pyprune.cli.fit import fit
-from pyprune.cli.inspect import env, inspect, methods
+from pyprune.cli.inspect import env, families, inspect, methods
 from pyprune.cli.options import options
 from pyprune.cli.profile import predict, profile
 from pyprune.cli.prune import prune
@@ -60,6 +60,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": predict,
     "inspect": inspect,
     "methods": methods,
+    "families": families,
     "options": options,
     "env": env,
 }

@@ -140,6 +140,44 @@ def methods(
 
 
 @guard
+def families(
+    model: str | None = None,
+    *,
+    markdown: bool = False,
+    json_file: str | None = None,
+    debug: bool = False,
+) -> None:
+    """List the model types that can be pruned and the open axes of each, then the types that are refused and why.
+
+    With MODEL: its sizes and open axes alone, or the reason why it cannot be pruned. Its weights are not read.
+
+    Example: pyprune families HuggingFaceTB/SmolLM3-3B
+
+    Args:
+        model (MODEL): Folder or hub id of a dense model.
+        markdown: Print Markdown, as docs/families.md has it.
+    """
+    from pyprune.checkpoint.load import ModelSource
+    from pyprune.families import family_for
+    from pyprune.families.table import known_types, model_table, open_table, refused_table
+    from pyprune.runtime.progress import track
+    from pyprune.runtime.report import markdown_table
+
+    if model is not None:
+        config = ModelSource.of(model).config
+        tables = [model_table(family_for(config), config, model)]
+    else:
+        types = list(track(known_types(), "looking at model types"))
+        tables = [open_table(types), refused_table(types)]
+    if markdown:
+        typer.echo("\n\n".join(map(markdown_table, tables)))
+        return
+    data = {table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for table in tables}
+    counts = f"{len(tables[0].rows)} types can be pruned, {len(tables[-1].rows)} are refused."
+    output(data, json_file, *tables, *([counts] if model is None else []))
+
+
+@guard
 def env(*, json_file: str | None = None, debug: bool = False) -> None:
     """Print versions, the CPU's instruction set, the backend of each operation, and whether vLLM is installed."""
     from pyprune.ops import backend_report

@@ -174,6 +174,7 @@ class CopiedLayers(CutSide):
         with self.runner.layer(index) as dense:
             cuts = self._cuts(index, dense)
             copied = {name: cut.of(self._to_gauge(index, name, dense)) for name, cut in cuts.items()}
+            copied |= {name: buffer for name, buffer in dense.named_buffers() if name in layer.state_dict()}
         lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
         for name in lacking:  # biases that a stock architecture has and the dense model lacks
             place, _, part = name.rpartition(".")

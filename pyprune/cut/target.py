@@ -14,9 +14,6 @@ from pyprune.families import Family, StockTarget
 from pyprune.families.base import Axis
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
-PER_LAYER_LISTS = ("layer_types",)
-"""Config fields with one entry a layer; they are sliced together with the layers."""
-
 
 @dataclass(frozen=True)
 class Target:
@@ -80,7 +77,7 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
         values.pop(key, None)
     values["num_hidden_layers"] = len(plan.layers)
     values |= dict.fromkeys(family.hidden_fields, len(plan.hidden))
-    for key in PER_LAYER_LISTS:
+    for key in family.layer_lists:
         if values.get(key) is not None:
             values[key] = [values[key][i] for i in plan.kept_layers]
     return values

@@ -1,6 +1,7 @@
 """Families: one file for each group of model types, exporting ``FAMILIES``.
 
-They are discovered in this folder and in the entry points ``pyprune.families`` of installed packages.
+They are discovered in this folder and in the entry points ``pyprune.families`` of installed packages. The family of a
+type without a file is inferred from Transformers' classes (``infer.py``), on its first use.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "decoder_layers",
     "dense_family",
     "family_for",
+    "family_of_type",
     "find_family",
     "named_axes",
     "parameter_shapes",
@@ -86,7 +88,7 @@ def serving_obstacle(config: Mapping[str, Any]) -> str | None:
 
 def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("base", "common", "gguf_forms", "scale"):
+        if module.name not in ("base", "common", "exceptions", "gguf_forms", "infer", "scale", "table"):
             name = f"{__name__}.{module.name}"
             yield name, import_module(name).FAMILIES
 
@@ -139,8 +141,33 @@ def begins_with_bos(config: Any) -> bool:
 
 
 def find_family(model_type: object) -> Family | None:
-    """Return the family of a model type, dense or pruned; None if it is unknown."""
-    return all_families().get(str(model_type).removeprefix("pruned_"))
+    """Return the family of a model type, dense or pruned; None if it has no table and none can be inferred."""
+    family = _family_or_reason(str(model_type).removeprefix("pruned_"))
+    return family if isinstance(family, Family) else None
+
+
+def family_of_type(model_type: object) -> Family:
+    """Return the family of a model type, dense or pruned.
+
+    Raises:
+        UnsupportedModelError: it has no table, and none can be inferred; the message names the reason.
+    """
+    name = str(model_type).removeprefix("pruned_")
+    family = _family_or_reason(name)
+    if isinstance(family, Family):
+        return family
+    text = did_you_mean(name[:80], all_families(), "model type")
+    raise UnsupportedModelError(f"{text} No table could be inferred for it: {family}." if family else text)
+
+
+def _family_or_reason(model_type: str) -> Family | str:
+    """Return a family, or the reason why none can be inferred; "" for a type that Transformers does not know."""
+    family = all_families().get(model_type)
+    if family is not None:
+        return family
+    from pyprune.families.infer import inferred_family
+
+    return inferred_family(model_type)
 
 
 def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
@@ -153,15 +180,13 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     """
     config = cast("PretrainedConfig", getattr(model, "config", model))
     model_type = str(config.model_type)
-    family = all_families().get(model_type)
-    if family is None:
-        if find_family(model_type):
-            raise UnsupportedModelError(
-                f"The model is of type {model_type!r}, pyprune's own architecture: it was cut already. "
-                "Start from the dense model and a new plan."
-            )
-        raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))
-    reason = family.refuse(config)
+    if model_type.startswith("pruned_") and find_family(model_type):
+        raise UnsupportedModelError(
+            f"The model is of type {model_type!r}, pyprune's own architecture: it was cut already. "
+            "Start from the dense model and a new plan."
+        )
+    family = family_of_type(model_type)
+    reason = family.variant_obstacle(config)
     if reason:
         raise UnsupportedModelError(f"This {model_type!r} variant is not supported: {reason}")
     return family
@@ -182,11 +207,7 @@ def dense_family(model: PreTrainedModel | PretrainedConfig) -> Family:
     Raises:
         UnsupportedModelError: an unknown model type.
     """
-    model_type = str(getattr(model, "config", model).model_type).removeprefix("pruned_")
-    family = find_family(model_type)
-    if family is None:
-        raise UnsupportedModelError(did_you_mean(model_type, all_families(), "model type"))
-    return family
+    return family_of_type(getattr(model, "config", model).model_type)
 
 
 def named_axes(model: PreTrainedModel) -> list[NamedParam]:

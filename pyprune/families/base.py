@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim"]
+Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim", "inner"]
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
 FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
@@ -202,6 +202,10 @@ class Family:
         carries_output_bias: the pruned architecture can hold biases on the output projections of attention and MLP
             that the dense model lacks (``output_bias`` in the configuration).
         hidden_fields: the config fields that hold the hidden size.
+        layer_lists: the config fields with a value for each layer, which are sliced with the layers.
+        closed: axis (or "layers") -> reason why no plan may cut it.
+        refused_switches: switch of the configuration -> (the value that is not supported, the reason).
+        stored_buffers: checkpoints hold tensors that are no parameters, so that they are not cut from file to file.
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
@@ -228,6 +232,10 @@ class Family:
     gauge: bool = False
     carries_output_bias: bool = True
     hidden_fields: tuple[str, ...] = ("hidden_size",)
+    layer_lists: tuple[str, ...] = ("layer_types",)
+    closed: Mapping[str, str] = field(default_factory=dict)
+    refused_switches: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
+    stored_buffers: bool = False
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
     vllm_layer: str = ""
     vllm: str = ""
@@ -237,8 +245,25 @@ class Family:
 
     @cached_property
     def reads_raw_stream(self) -> bool:
-        """True when the readers read the residual stream itself: no norm stands before a sub-block (OLMo 2)."""
+        """True when no weight stands between the stream and its readers: no norm (OLMo 2), or one without (OLMo)."""
         return not any(row.role == "pre_norm" for row in self.rows)
+
+    @cached_property
+    def bare_head(self) -> bool:
+        """True when no weight stands between the stream and the head: the final norm has none."""
+        return not any(row.role == "final_norm" for row in self.rows)
+
+    def closed_axes(self, config: PretrainedConfig) -> dict[str, str]:
+        """Return the axes that no plan may cut, with the reason for each.
+
+        Axes are hidden, heads and ffn, and "layers".
+        """
+        closed = dict(self.closed)
+        if config.tie_word_embeddings and self.bare_head and self.norm == "rms":
+            closed["hidden"] = "its head is tied to the embedding, and its final norm has no weight"
+        if config.tie_word_embeddings and self.norm == "layer" and self.unit_offset_norm:
+            closed["hidden"] = "its head is tied to the embedding, which rules out the gauge of its LayerNorm"
+        return closed
 
     @property
     def pruned_config(self) -> str:
@@ -276,6 +301,13 @@ class Family:
         A head that is tied to the embedding reads what the gauge shifts, so it rules the gauge out.
         """
         return self.gauge and not config.tie_word_embeddings
+
+    def variant_obstacle(self, config: PretrainedConfig) -> str | None:
+        """Return why this variant of the model type is not supported, or None."""
+        for name, (value, reason) in self.refused_switches.items():
+            if getattr(config, name, None) is value:
+                return f"{name} is {value}: {reason}."
+        return self.refuse(config)
 
     def needs_virtual_norm(self, config: PretrainedConfig, plan: PrunePlan) -> bool:
         """True when the sliced model needs a LayerNorm that divides by the original hidden size."""
@@ -429,6 +461,20 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def cut_axes(plan: PrunePlan) -> set[str]:
+    """Return the axes of which a plan removes something: hidden, heads, ffn, and "layers"."""
+    dense, axes = plan.dense, set()
+    if len(plan.layers) < dense.num_layers:
+        axes.add("layers")
+    if plan.removed_hidden:
+        axes.add("hidden")
+    if any(0 < len(layer.query_heads) < dense.num_attention_heads for layer in plan.layers):
+        axes.add("heads")
+    if any(0 < len(layer.ffn) < dense.intermediate_size for layer in plan.layers):
+        axes.add("ffn")
+    return axes
+
+
 def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> None:
     """Refuse a plan made for another model.
 
@@ -438,6 +484,11 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
     plan.validate()
     if plan.model_type != family.model_type:
         raise PlanError(f"The plan is for model type {plan.model_type!r}, but the model is {family.model_type!r}.")
+    for axis, reason in family.closed_axes(config).items():
+        if axis in cut_axes(plan):
+            raise PlanError(
+                f"The plan cuts the axis {axis}, which is closed in this {plan.model_type!r} model: {reason}."
+            )
     sizes = family.sizes(config)
     if plan.dense != sizes:
         raise PlanError(

@@ -152,6 +152,14 @@ def heads_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     return None if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
 
 
+def square_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why heads and hidden size do not fit an architecture that derives one from the other, or None."""
+    hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
+    if heads * plan.dense.head_dim == hidden:
+        return None
+    return f"{heads} heads of {plan.dense.head_dim} channels are not as wide as the stream of {hidden}"
+
+
 def output_bias_obstacle(name: str) -> Obstacle:
     """Make the check of an architecture without biases on output projections: it cannot hold a compensated model."""
     reason = f"{name} has no biases on its output projections"

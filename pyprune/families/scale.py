@@ -25,6 +25,8 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
             return 1 / s if family.reads_raw_stream else 1.0
         case "pre_norm":
             return 1.0 if row.is_bias else 1 / s
+        case "head":
+            return 1 / s if family.bare_head else 1.0
         case "final_norm":
             return (1.0 if row.is_bias else 1 / s) / head_scale
         case _:

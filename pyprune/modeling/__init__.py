@@ -12,10 +12,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from pyprune.families import all_families, resolve
-from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, pruned_config_class
+from pyprune.modeling.configuration import (
+    PRUNED_CONFIGS,
+    PrunedConfigMixin,
+    pruned_config_class,
+    register,
+    register_types_without_table,
+)
 from pyprune.runtime.releases import warn_of_untried_releases
 
 if TYPE_CHECKING:
@@ -45,36 +49,20 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    """Return a class that is made on first use: a model, or either class of an inferred family."""
+    module = "configuration" if name.endswith("Config") else "models"
+    if name not in _LATER and not name.startswith("Pruned"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-
-
-class _OnFirstUse(type):
-    """A class that stands for a pruned model until more than its configuration class is used.
-
-    The model answers for it, and takes its place in the Auto class once it is made.
-    """
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(cls._model(), name)
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._model()(*args, **kwargs)
-
-    def _model(cls) -> Any:
-        return getattr(import_module(f"{__name__}.models"), cls.__name__)
+    return getattr(import_module(f"{__name__}.{_LATER.get(name, module)}"), name)
 
 
 def _register() -> None:
-    """Register every pruned architecture with the Auto classes."""
+    """Register every pruned architecture with the Auto classes; those of inferred families are made on first use."""
     for family in all_families().values():
         if not family.classes.model.startswith("transformers:"):
             resolve(family.classes.model)  # a package registers its own classes when this is imported
-        config_class = PRUNED_CONFIGS[family.model_type]
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        facts = {"__module__": f"{__name__}.models", "config_class": config_class}
-        AutoModelForCausalLM.register(config_class, _OnFirstUse(family.pruned_model, (), facts), exist_ok=True)
+        register(family, PRUNED_CONFIGS[family.model_type])
+    register_types_without_table()
 
 
 _register()

@@ -3,7 +3,8 @@
 Per-layer sizes use Transformers' own ``per_layer_config`` notation (layer index -> overrides, ``skip`` for
 missing sub-blocks "attention" and "mlp"), so a checkpoint becomes stock by a change of model_type on the
 day Transformers' modelling reads that notation. The classes are made from the families' tables and
-live at module level because serving engines pickle them to their worker processes.
+live at module level because serving engines pickle them to their worker processes. Those of inferred families are made
+on first use.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
-from transformers import PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
-from pyprune.families import Family, all_families, dense_family, resolve
+from pyprune.families import Family, all_families, dense_family, family_of_type, resolve
+from pyprune.families.infer import causal_types
 
 PREFIX = "pruned_"
 
@@ -102,8 +105,7 @@ def _tell_peft() -> None:
     constants = sys.modules.get("peft.utils.constants")
     for name, table in vars(constants).items() if constants is not None else ():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict):
-            for stock in all_families().keys() & table.keys():
-                table.setdefault(PREFIX + stock, table[stock])
+            table.update({PREFIX + stock: modules for stock, modules in table.items() if PREFIX not in stock})
 
 
 class LayerView:
@@ -159,5 +161,67 @@ globals().update({cls.__name__: cls for cls in PRUNED_CONFIGS.values()})
 
 
 def pruned_config_class(model_type: str) -> Any:
-    """Return the pruned configuration class of a dense model type (a key of :data:`PRUNED_CONFIGS`)."""
-    return PRUNED_CONFIGS[model_type]
+    """Return the pruned configuration class of a dense model type; that of an inferred family is made on first use.
+
+    Raises:
+        UnsupportedModelError: the type has no table, and none can be inferred.
+    """
+    if model_type in PRUNED_CONFIGS:
+        return PRUNED_CONFIGS[model_type]
+    family = family_of_type(model_type)
+    if family.pruned_config not in globals():
+        register(family, globals().setdefault(family.pruned_config, _make_config_class(family)))
+    return globals()[family.pruned_config]
+
+
+class _ModelOnFirstUse(type):
+    """A class that stands for a pruned model until more than its configuration class is used.
+
+    The model answers for it, and takes its place in the Auto class once it is made.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls._model(), name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._model()(*args, **kwargs)
+
+    def _model(cls) -> Any:
+        return getattr(import_module("pyprune.modeling.models"), cls.__name__)
+
+
+def register(family: Family, config_class: Any) -> None:
+    """Register the pruned architecture of a family with the Auto classes; its model is made on first use."""
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    facts = {"__module__": "pyprune.modeling.models", "config_class": config_class}
+    AutoModelForCausalLM.register(config_class, _ModelOnFirstUse(family.pruned_model, (), facts), exist_ok=True)
+
+
+class _ConfigOnFirstUse(type):
+    """A class that stands for the pruned configuration of a type without a table, until it is read from a checkpoint.
+
+    Transformers finds classes by model type, and inferring the families of all types takes many seconds.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(pruned_config_class(cls.__name__), name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return pruned_config_class(cls.__name__)(*args, **kwargs)
+
+
+def register_types_without_table() -> None:
+    """Register the pruned types whose families are inferred, if they can be, when a checkpoint of one is read."""
+    for model_type in causal_types():
+        if model_type not in PRUNED_CONFIGS:
+            AutoConfig.register(PREFIX + model_type, _ConfigOnFirstUse(model_type, (), {}), exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    """The pruned configuration classes of inferred families, by their names."""
+    for model_type, (config_name, _) in causal_types().items():
+        if name == "Pruned" + config_name:
+            return pruned_config_class(model_type)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

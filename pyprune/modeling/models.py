@@ -12,13 +12,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, all_families, resolve
+from pyprune.families import Family, all_families, family_of_type, resolve
 from pyprune.families.base import BLOCKS
-from pyprune.modeling.configuration import PRUNED_CONFIGS, PrunedConfigMixin, layer_view
+from pyprune.families.infer import causal_types
+from pyprune.modeling.configuration import PrunedConfigMixin, layer_view, pruned_config_class
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
 from pyprune.runtime.modes import evaluation_mode
 
 _CACHE_TOKENS = 8
+_EPSILON = 1e-5
+"""Of a LayerNorm that names none: OLMo's."""
 _CACHE_ERROR = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 1e-3})
 """Largest relative difference of logits that rounding explains, by the dtype of the weights."""
 
@@ -129,9 +132,17 @@ def _give_output_biases(layer: nn.Module, family: Family) -> None:
 def _use_virtual_norms(model: nn.Module, size: int, norm_size: int) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.LayerNorm and child.normalized_shape == (size,):
-                options = {"affine": child.elementwise_affine, "bias": child.bias is not None}
-                setattr(parent, name, VirtualLayerNorm(size, norm_size, child.eps, **options))
+            if "LayerNorm" in type(child).__name__ and _normalised_shape(child) == (size,):
+                weight, bias = getattr(child, "weight", None), getattr(child, "bias", None)
+                eps: Any = getattr(child, "eps", None) or getattr(child, "variance_epsilon", _EPSILON)
+                options = {"affine": weight is not None, "bias": bias is not None}
+                setattr(parent, name, VirtualLayerNorm(size, norm_size, eps, **options))
+
+
+def _normalised_shape(norm: nn.Module) -> tuple[int, ...]:
+    """Return the shape that a LayerNorm normalises; some classes of their own keep only a weight (Cohere)."""
+    shape = getattr(norm, "normalized_shape", None)
+    return tuple(shape or getattr(norm, "weight", torch.empty(0)).shape)
 
 
 def _make_model_class(family: Family) -> Any:
@@ -140,7 +151,7 @@ def _make_model_class(family: Family) -> Any:
     facts = {
         "__module__": __name__,
         "__doc__": f"{stock.__name__} with per-layer sizes.",
-        "config_class": PRUNED_CONFIGS[family.model_type],
+        "config_class": pruned_config_class(family.model_type),
         "decoder_layer_class": resolve(family.classes.layer),
     }
     return type(family.pruned_model, (PrunedModelMixin, stock), facts)
@@ -148,7 +159,7 @@ def _make_model_class(family: Family) -> Any:
 
 def pruned_model_class(model_type: str) -> Any:
     """Return the pruned causal LM of a dense model type; made, and registered with the Auto class, on first use."""
-    family = all_families()[model_type]
+    family = family_of_type(model_type)
     if family.pruned_model not in globals():
         model_class = globals().setdefault(family.pruned_model, _make_model_class(family))
         AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
@@ -162,4 +173,7 @@ def __getattr__(name: str) -> Any:
     for family in all_families().values():
         if family.pruned_model == name:
             return pruned_model_class(family.model_type)
+    for model_type, (_, model_name) in causal_types().items():
+        if name == "Pruned" + model_name:
+            return pruned_model_class(model_type)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

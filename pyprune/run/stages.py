@@ -113,6 +113,7 @@ class Stages:
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         method = get_method(config.method)
+        check_axes_open(self.model, config)
         trains = config.deciding_training() is not None
         together = self.division.on_host and trains
         if not (together or self._has_weights):
@@ -335,6 +336,22 @@ class Stages:
 def planning_config(config: PruneConfig) -> PruneConfig:
     """Return the options of a run that stops at the plan: nothing is trained or verified."""
     return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
+
+
+def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
+    """Refuse a method that removes from an axis that is closed in the model, before anything is computed.
+
+    Raises:
+        ConfigError: the message names the axis, the reason and the open axes.
+    """
+    method, closed = get_method(config.method), family_for(model).closed_axes(model.config)
+    for axis in config.score_options.axes if method.scores else (method.axis,):
+        if axis in closed:
+            names = [name for name in ("layers", "hidden", "heads", "ffn") if name not in closed]
+            raise ConfigError(
+                f"{config.method} removes from the axis {axis}, which is closed in this {model.config.model_type!r} "
+                f"model: {closed[axis]}. Open axes: {', '.join(names)}."
+            )
 
 
 def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -> None:

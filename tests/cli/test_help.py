@@ -14,7 +14,7 @@ from pyprune.methods.registry import FORMS, method_modules, presets
 from tests._support.cli import run
 
 COMMANDS = ("prune", "fit", "recover", "reconstruct", "eval", "robustness", "export", "serve", "bench", "profile",
-            "predict", "inspect", "methods", "options", "env")  # fmt: skip
+            "predict", "inspect", "methods", "families", "options", "env")  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
 
 

@@ -1,0 +1,582 @@
+"""Families of model types without a table, inferred from a tiny model of the type's own classes.
+
+No two sizes of the tiny model are equal, so that the shape of a parameter names its axes. One forward pass shows what
+its norms normalise: the residual stream in front of a block, or the output of a block. What inference cannot know is in
+``exceptions.py``. The contract in ``tests/families`` proves the result for each type that is supported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from pyprune.errors import UnsupportedModelError, shown
+from pyprune.families.base import Axis, Block, Dimension, Family, Role, Row, StockClasses, StockTarget
+from pyprune.families.common import (
+    first_obstacle,
+    heads_obstacle,
+    output_bias_obstacle,
+    square_obstacle,
+    tied_head_obstacle,
+    width_obstacle,
+)
+from pyprune.families.exceptions import EXCEPTIONS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+VOCAB, LAYERS, FFN, HEADS, KV_HEADS, HEAD_DIM = 211, 5, 46, 6, 3, 16
+HIDDEN: dict[str, int] = {"any": 62, "multiple of heads": 60, "heads times head_dim": HEADS * HEAD_DIM}
+"""Rule of a configuration class for its hidden size -> the hidden size of a tiny model that keeps it."""
+OUTPUTS = ("o_proj", "out_proj", "dense")
+"""Names of the matrix that writes the heads to the stream; only used if the heads are as wide as the stream."""
+_WIDTHS: dict[int, Dimension] = {
+    VOCAB: "vocab",
+    HEADS * HEAD_DIM: "heads",
+    KV_HEADS * HEAD_DIM: "kv_heads",
+    FFN: "ffn",
+    2 * FFN: ("ffn", "ffn"),
+    HEAD_DIM: "head_dim",
+    1: "inner",
+}
+_BLOCK_OF: dict[Dimension, Block] = {
+    "heads": "attention",
+    "kv_heads": "attention",
+    "ffn": "mlp",
+    ("ffn", "ffn"): "mlp",
+}
+"""Block of a projection, by the axis that is not the stream."""
+
+
+class _Obstacle(Exception):
+    """The reason why nothing can be inferred."""
+
+
+def tiny_values(rule: str, layers: int = LAYERS) -> dict[str, Any]:
+    """Return configuration values of a tiny model in which no two sizes are equal, unless the rule makes them so.
+
+    Args:
+        rule: a key of :data:`HIDDEN`.
+        layers: number of layers.
+    """
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN[rule],
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": FFN,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+
+
+def tiny_sizes(model_type: str) -> dict[str, Any]:
+    """Return configuration values of a tiny model of a type, with sizes that its classes allow.
+
+    Raises:
+        UnsupportedModelError: none can be built or understood.
+    """
+    try:
+        return tiny_values(_first_that_builds(model_type)[0])
+    except _Obstacle as obstacle:
+        raise UnsupportedModelError(f"No tiny model of the type {model_type!r} can be built: {obstacle}.") from obstacle
+
+
+def inferred_family(model_type: str) -> Family | str:
+    """Return the family of a model type without a table, or the reason why none can be inferred.
+
+    The reason is "" for a type of which Transformers has no causal LM.
+    """
+    return _inferred(model_type) if model_type in causal_types() else ""
+
+
+@cache
+def causal_types() -> Mapping[str, tuple[str, str]]:
+    """Return model type -> names of the configuration class and the causal LM, of every type of Transformers."""
+    auto = "transformers.models.auto."
+    configs: Mapping[str, str] = import_module(f"{auto}configuration_auto").CONFIG_MAPPING_NAMES
+    models: Mapping[str, str] = import_module(f"{auto}modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {name: (configs[name], models[name]) for name in models if name in configs}
+
+
+@cache
+def _inferred(model_type: str) -> Family | str:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity(100)  # tiny sizes make some classes warn
+    try:
+        return _infer(model_type)
+    except _Obstacle as obstacle:
+        return str(obstacle)
+    finally:
+        logging.set_verbosity(level)
+
+
+@dataclass
+class _Facts:
+    """What one tiny model shows.
+
+    Attributes:
+        model: class of the causal LM.
+        layer: class of its decoder layers.
+        layers_path: dotted path of their ModuleList.
+        rows: pattern -> row.
+        modules: block -> names of the modules of a layer that hold it.
+        flags: values of fields of :class:`Family`.
+        closed: axis -> reason why it cannot be cut.
+    """
+
+    model: type[Any]
+    layer: type[Any]
+    layers_path: str
+    rows: dict[str, Row] = field(default_factory=dict)
+    modules: dict[Block, tuple[str, ...]] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    closed: dict[str, str] = field(default_factory=dict)
+
+
+def _infer(model_type: str) -> Family:
+    """Infer the family of a type.
+
+    Raises:
+        _Obstacle: it is not a dense decoder whose parts can be told apart.
+    """
+    rule, facts = _first_that_builds(model_type)
+    refused: dict[str, tuple[bool, str]] = {}
+    for name, value in _switches(model_type, rule):
+        try:
+            _merge(facts, _facts_of(_config(model_type, rule, **{name: value}), rule))
+        except _Obstacle as obstacle:
+            refused[name] = (value, str(obstacle))
+    lists, facts.closed["layers"] = _layer_lists(model_type, rule, facts)
+    config_class = type(_config(model_type, rule))
+    family = Family(
+        model_type=model_type,
+        classes=StockClasses(*(f"{c.__module__}:{c.__qualname__}" for c in (config_class, facts.model, facts.layer))),
+        rows=tuple(facts.rows.values()),
+        stock_targets=(StockTarget(model_type, _stock_obstacle(model_type, rule, facts)),),
+        layers_path=facts.layers_path,
+        attention_module=facts.modules["attention"][0],
+        mlp_modules=facts.modules["mlp"],
+        layer_lists=lists,
+        closed={axis: reason for axis, reason in facts.closed.items() if reason},
+        refused_switches=refused,
+        **facts.flags,
+    )
+    if rule == "heads times head_dim":
+        start = f"{facts.layers_path}.{{i}}."
+        inside = {name.removeprefix(start): row for name, row in facts.rows.items() if name.startswith(start)}
+        family = replace(family, build_layer=partial(_build_narrow_layer, inside))
+    return replace(family, **EXCEPTIONS.get(model_type, {}))
+
+
+def _first_that_builds(model_type: str) -> tuple[str, _Facts]:
+    """Return the rule of the hidden size under which a tiny model can be built and understood, and its facts."""
+    reasons: list[str] = []
+    for rule in HIDDEN:
+        try:
+            return rule, _facts_of(_config(model_type, rule), rule)
+        except _Obstacle as obstacle:
+            reasons.append(str(obstacle))
+    raise _Obstacle(next((reason for reason in reasons if not reason.startswith("its ")), reasons[0]))  # a parameter
+
+
+def _config(model_type: str, rule: str, layers: int = LAYERS, **values: Any) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **{**tiny_values(rule, layers), **values})
+    except Exception as error:  # checks of any configuration class
+        raise _Obstacle(f"its configuration refuses the sizes of a tiny model: {shown(error)}") from error
+
+
+def _switches(model_type: str, rule: str) -> Iterator[tuple[str, bool]]:
+    """Yield the switches of a configuration class that all configurations do not have, and their other values."""
+    from transformers import PretrainedConfig
+
+    shared = {*PretrainedConfig().to_dict(), "use_cache", "tie_word_embeddings"}
+    for name, value in _config(model_type, rule).to_dict().items():
+        if isinstance(value, bool) and name not in shared:
+            yield name, not value
+
+
+def _merge(facts: _Facts, other: _Facts) -> None:
+    """Add the rows of another configuration of the same class; refuse one whose parts mean something else."""
+    for pattern, row in other.rows.items():
+        if facts.rows.get(pattern, row) != row:
+            raise _Obstacle(f"{pattern} then has another meaning")
+    if (facts.flags, facts.modules) != (other.flags, other.modules):
+        raise _Obstacle("its norms, its embedding or its blocks are then of another kind")
+    facts.rows |= other.rows
+    facts.closed |= other.closed
+
+
+def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
+    """Read the axes of every parameter off the shapes, and the roles of the norms off a forward pass."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        path, layers = _find_layers(model)
+    except _Obstacle:
+        raise
+    except Exception as error:  # the constructor of any model class
+        raise _Obstacle(f"its tiny model cannot be built: {shown(error)}") from error
+    facts = _Facts(type(model), type(layers[0]), path)
+    for name, parameter in model.named_parameters():
+        row = _row(facts, model, name, tuple(parameter.shape), rule)
+        if facts.rows.setdefault(row.pattern, row) != row:
+            raise _Obstacle(f"{name} has the shape {tuple(parameter.shape)}, other than in other layers")
+    facts.flags["stored_buffers"] = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
+    _check_projections(facts)
+    for row in [row for row in facts.rows.values() if row.role == "writer" and not row.is_bias]:
+        bias = row.pattern.removesuffix("weight") + "bias"  # compensation adds one where the model has none
+        facts.rows.setdefault(bias, replace(row, pattern=bias, axes=("hidden",)))
+    _watch_forward(facts, config)
+    return facts
+
+
+def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == LAYERS:
+            return name, module
+    raise _Obstacle(f"it has no list of {LAYERS} layers, the number that its configuration names")
+
+
+def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...], rule: str) -> Row:
+    """Return the row of a parameter by its shape; norms of the stream get their role later."""
+    inside = re.match(re.escape(facts.layers_path) + r"\.\d+\.(.*)\Z", name)
+    pattern = f"{facts.layers_path}.{{i}}.{inside[1]}" if inside else name
+    module = (inside[1] if inside else name).rpartition(".")[0]
+    if re.search(r"\.\d+(\.|\Z)", inside[1] if inside else name):
+        raise _Obstacle(f"{name} is one of several modules in a list")
+    axes = _axes(name, shape, HIDDEN[rule])
+    if not inside:
+        return _outer_row(model, pattern, module, axes)
+    projected = facts.rows.get(f"{facts.layers_path}.{{i}}.{module}.weight")
+    if pattern.endswith(".bias") and projected is not None and len(projected.axes) == 2:
+        role: Role = "writer" if projected.role == "writer" else "inner"
+        return Row(pattern, (projected.axes[0],), role, projected.block)
+    if axes == ("hidden",):
+        return Row(pattern, axes, "pre_norm", None)
+    if len(axes) == 2 and "hidden" in axes:
+        other = axes[1 - axes.index("hidden")]
+        if other in _BLOCK_OF:
+            role = "reader" if axes[1] == "hidden" else "writer"
+            return Row(pattern, axes, role, _BLOCK_OF[other])
+    if len(axes) == 1 and "hidden" not in axes:
+        return Row(pattern, axes, "inner", _block_of_module(facts, module, axes))
+    raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
+
+
+def _axes(name: str, shape: tuple[int, ...], hidden: int) -> tuple[Dimension, ...]:
+    """Return the axes that sizes name; where heads are as wide as the stream, the name of the module decides."""
+    axes: list[Dimension] = []
+    for size in shape:
+        if size != hidden and size not in _WIDTHS:
+            raise _Obstacle(f"{name} has a dimension of {size}, which is none of the sizes in its configuration")
+        axes.append("hidden" if size == hidden else _WIDTHS[size])
+    if hidden == HEADS * HEAD_DIM and axes == ["hidden", "hidden"]:
+        writes = name.split(".")[-2] in OUTPUTS
+        return ("hidden", "heads") if writes else ("heads", "hidden")
+    return tuple(axes)
+
+
+def _outer_row(model: Any, pattern: str, module: str, axes: tuple[Dimension, ...]) -> Row:
+    """Return the row of a parameter outside the layers."""
+    owner = model.get_submodule(module)
+    if axes == ("vocab", "hidden") and owner is model.get_input_embeddings():
+        return Row(pattern, axes, "embedding")
+    if owner is model.get_output_embeddings():
+        return Row(pattern, axes, "head" if len(axes) == 2 else "inner")
+    if axes == ("hidden",):
+        return Row(pattern, axes, "final_norm")
+    raise _Obstacle(f"{pattern} is neither the embedding, nor the head, nor a norm between them")
+
+
+def _block_of_module(facts: _Facts, module: str, axes: tuple[Dimension, ...]) -> Block | None:
+    """Return the block of a vector: that of its axis, or that of the projections in the same module."""
+    if axes[0] in _BLOCK_OF:
+        return _BLOCK_OF[axes[0]]
+    start = f"{facts.layers_path}.{{i}}.{module.partition('.')[0]}."
+    return next((row.block for row in facts.rows.values() if row.pattern.startswith(start) and row.block), None)
+
+
+def _check_projections(facts: _Facts) -> None:
+    """Refuse a type whose layers are not one attention and one dense MLP, and find the modules that hold them."""
+    start = f"{facts.layers_path}.{{i}}."
+    blocks: tuple[tuple[Block, Axis], ...] = (("attention", "heads"), ("mlp", "ffn"))
+    for block, axis in blocks:
+        writers = [row for row in facts.rows.values() if row.role == "writer" and row.axes == ("hidden", axis)]
+        if len(writers) != 1:
+            raise _Obstacle(f"its layers have {len(writers)} matrices from {axis} to the stream; one is expected")
+        owner = writers[0].pattern.removeprefix(start).split(".")
+        if len(owner) < 3:
+            raise _Obstacle(f"{writers[0].pattern} is not in a module of its block")
+        facts.modules[block] = (owner[0],)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a module: its name, itself, and its first input and output."""
+
+    name: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
+    """Set the roles of the norms and the flags from one forward pass of a tiny model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    calls: list[_Call] = []
+    entered: list[Tensor] = []
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if not list(module.children()):
+            module.register_forward_hook(partial(_record, calls, name))
+    first = model.get_submodule(facts.layers_path)[0]
+    first.register_forward_pre_hook(lambda _, args, kwargs: entered.append(_stream(args, kwargs)), with_kwargs=True)
+    with torch.no_grad():
+        try:
+            model(torch.arange(3, 12)[None], use_cache=False)
+        except Exception as error:  # the code of any model class
+            raise _Obstacle(f"its tiny model cannot run: {shown(error)}") from error
+        norms = _stream_norms(facts, calls, config.hidden_size)
+        _find_roles(facts, calls, norms, square=config.hidden_size == HEADS * HEAD_DIM)
+        _find_norm_kind(facts, norms)
+        _find_width_norms(facts, calls)
+        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], entered[0][0], norms)
+
+
+def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    return cast("Tensor", args[0] if args else kwargs["hidden_states"])
+
+
+def _record(calls: list[_Call], name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    from torch import Tensor
+
+    if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+        calls.append(_Call(name, module, args[0], output))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, whatever their shapes."""
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+
+
+def _weight_row(facts: _Facts, call: _Call) -> Row | None:
+    """Return the row of the weight of a called module, of whatever layer."""
+    name = re.sub(re.escape(facts.layers_path) + r"\.\d+\.", f"{facts.layers_path}.{{i}}.", f"{call.name}.weight")
+    return facts.rows.get(name)
+
+
+def _stream_norms(facts: _Facts, calls: list[_Call], hidden: int) -> list[_Call]:
+    """Return the calls of norms over the stream, also of those without weights."""
+    rows = [(call, _weight_row(facts, call)) for call in calls if _is_norm(call.module)]
+    return [
+        call
+        for call, row in rows
+        if (row is None and call.input.shape[-1] == hidden) or (row is not None and row.axes == ("hidden",))
+    ]
+
+
+def _find_roles(facts: _Facts, calls: list[_Call], norms: list[_Call], *, square: bool) -> None:
+    """Set role and block of the norms inside the layers, by what they read and who reads them."""
+    placed: dict[str, tuple[Role, Block | None]] = {}
+    bare: set[Role] = set()
+    for norm in norms:
+        row = _weight_row(facts, norm)
+        role, block = _role_of(facts, norm, calls)
+        if row is None:
+            bare |= {role}
+        elif row.role != "final_norm":
+            placed[row.pattern.rpartition(".")[0]] = role, block
+    for pattern, row in facts.rows.items():
+        if row.role == "pre_norm":
+            role, block = placed.get(pattern.rpartition(".")[0], ("inner", None))
+            facts.rows[pattern] = replace(row, role=role, block=block)
+            if role == "inner" and square:
+                raise _Obstacle(f"{pattern} may count channels of the stream or of the heads, which are as many")
+            if role == "inner":
+                facts.closed["hidden"] = f"{pattern} acts on the stream in an unknown way"
+    if "pre_norm" in bare and any(row.role == "pre_norm" for row in facts.rows.values()):
+        facts.closed["hidden"] = "only some of the norms in front of its blocks have weights"
+    if sum(row.role == "final_norm" and not row.is_bias for row in facts.rows.values()) > 1:
+        facts.closed["hidden"] = "several norms outside the layers act on the stream"
+
+
+def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Block | None]:
+    blocks: set[Block] = set()
+    for call in calls:
+        row = _weight_row(facts, call)
+        if row is None or row.block is None:
+            continue
+        if row.role == "writer" and _same(norm.input, call.output):
+            return "post_norm", row.block
+        if row.role == "reader" and _same(norm.output, call.input):
+            blocks.add(row.block)
+    if not blocks:
+        return "inner", None
+    return "pre_norm", blocks.pop() if len(blocks) == 1 else None
+
+
+def _find_norm_kind(facts: _Facts, norms: list[_Call]) -> None:
+    """Set the flags that tell what all norms of the stream compute, from calls of each of them."""
+    import torch
+    from torch import nn
+
+    kinds: set[tuple[str, bool]] = set()
+    for norm in norms:
+        x = torch.linspace(-1, 1, norm.input.shape[-1]).pow(3) + 0.2
+        y = norm.module(x)
+        if not torch.allclose(y, norm.module(4 * x), atol=1e-3):
+            facts.closed["hidden"] = f"{norm.name} does not divide the stream by its size"
+        kind = "layer" if torch.allclose(y, norm.module(x + 1), atol=1e-3) else "rms"
+        for parameter in norm.module.parameters():
+            nn.init.zeros_(parameter)
+        bare = not list(norm.module.parameters())
+        kinds.add((kind, bool(not bare and norm.module(x).any())))
+    if len({kind for kind, _ in kinds}) > 1 or len({offset for _, offset in kinds}) > 1:
+        facts.closed["hidden"] = "its norms are of several kinds"
+    facts.flags["norm"] = "layer" if any(kind == "layer" for kind, _ in kinds) else "rms"
+    facts.flags["unit_offset_norm"] = any(offset for _, offset in kinds)
+    facts.flags["gauge"] = facts.flags["norm"] == "layer"
+    if facts.flags["gauge"] and any(row.role == "post_norm" for row in facts.rows.values()):
+        facts.closed["hidden"] = "a LayerNorm stands between its blocks and the stream"
+
+
+def _find_width_norms(facts: _Facts, calls: list[_Call]) -> None:
+    """Mark projections that are normalised over their whole width; close the axis of any other norm over a width."""
+    for call in filter(lambda call: _is_norm(call.module), calls):
+        row = _weight_row(facts, call)
+        axis = row.axes[0] if row is not None else _WIDTHS.get(call.input.shape[-1])
+        if axis not in _BLOCK_OF or (row is not None and row.axes == ("hidden",)):
+            continue
+        closed = "ffn" if _BLOCK_OF[axis] == "mlp" else "heads"
+        before = [_weight_row(facts, other) for other in calls if _same(other.output, call.input) and other is not call]
+        projections = [other for other in before if other is not None and other.role == "reader"]
+        if row is None or closed == "ffn" or len(projections) != 1 or projections[0].axes[0] != axis:
+            facts.closed[closed] = f"{call.name} normalises the whole width of its input"
+            continue
+        start = projections[0].pattern.removesuffix("weight")
+        for pattern in (start + "weight", start + "bias"):
+            if pattern in facts.rows:
+                facts.rows[pattern] = replace(facts.rows[pattern], width_norm="input")
+        facts.rows[row.pattern] = replace(row, width_norm="weight")
+
+
+def _find_embedding_factor(facts: _Facts, embedding: Tensor, stream: Tensor, norms: list[_Call]) -> None:
+    """Find by what the embedding is multiplied before the first layer: nothing, a constant, or the root of hidden."""
+    import torch
+
+    factor = float((stream * embedding).sum() / embedding.square().sum())
+    root = embedding.shape[-1] ** 0.5
+    facts.flags["scaled_embedding"] = abs(factor / root - 1) < 1e-4
+    constant = torch.allclose(stream, factor * embedding, rtol=1e-3, atol=1e-6)
+    first = any(_same(norm.output, stream) and not list(norm.module.parameters()) for norm in norms)
+    if not constant and not first:
+        facts.closed["hidden"] = "the stream does not begin with the embedding, or a multiple of it"
+    elif constant and not facts.flags["scaled_embedding"] and abs(factor - 1) > 1e-4:
+        facts.closed["hidden"] = f"the embedding is multiplied by {factor:.3g}, which may depend on the hidden size"
+
+
+def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, ...], str]:
+    """Return the fields with a value for each layer, and why layers cannot be removed ("" if they can).
+
+    A shorter model is built with those lists sliced. If a number, word or switch in one of its modules differs from the
+    same layer of the whole model, the layer reads its index or the number of layers from somewhere else.
+    """
+    few, many = (_config(model_type, rule, layers).to_dict() for layers in (LAYERS, LAYERS + 2))
+    lists = tuple(name for name, value in few.items() if _lengths(value, many.get(name)) == (LAYERS, LAYERS + 2))
+    whole = _config(model_type, rule, 2 * LAYERS - 1)
+    kept = (0, 2, 3, 6, 8)
+    values = whole.to_dict() | {"num_hidden_layers": len(kept)}
+    values |= {name: [values[name][i] for i in kept] for name in lists}
+    for name in ("model_type", "architectures", "transformers_version"):
+        values.pop(name, None)
+    shorter = type(whole)(**values)
+    dense, cut = (_layer_attributes(config, facts) for config in (whole, shorter))
+    for new, old in enumerate(kept):
+        for name, value in dense[old].items():
+            if cut[new].get(name) != value:
+                return lists, f"{name} of a layer depends on its index or on the number of layers"
+    return lists, ""
+
+
+def _lengths(*values: Any) -> tuple[int, ...]:
+    return tuple(len(value) if isinstance(value, list | tuple) else -1 for value in values)
+
+
+def _layer_attributes(config: PretrainedConfig, facts: _Facts) -> list[dict[str, Any]]:
+    """Return the plain values in the modules of every layer, by dotted name, without the layer's index."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).get_submodule(facts.layers_path)
+    return [
+        {
+            f"{name}.{key}".lstrip("."): value
+            for name, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if key not in ("layer_idx", "layer_id") and isinstance(value, int | float | bool | str | None)
+        }
+        for layer in layers
+    ]
+
+
+def _stock_obstacle(model_type: str, rule: str, facts: _Facts) -> Any:
+    checks = [output_bias_obstacle(model_type), width_obstacle]
+    if facts.flags["norm"] == "layer":
+        checks.append(tied_head_obstacle)
+    if rule != "any":
+        checks.append(heads_obstacle if rule == "multiple of heads" else square_obstacle)
+    return first_obstacle(*checks)
+
+
+def _build_narrow_layer(rows: Mapping[str, Row], layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
+    """Build a layer of a class whose heads are together as wide as the stream, with a stream of another width.
+
+    Args:
+        rows: name inside a layer -> row.
+        layer_class: of the decoder layer.
+        config: of this layer; its hidden_size is changed.
+        index: of the layer.
+    """
+    import torch
+    from torch import nn
+
+    hidden = config.hidden_size
+    config.hidden_size = config.num_attention_heads * config.head_dim
+    layer = layer_class(config, index)
+    for name, parameter in list(layer.named_parameters()):
+        owner: Any = layer.get_submodule(name.rpartition(".")[0])
+        shape = [hidden if axis == "hidden" else n for axis, n in zip(rows[name].axes, parameter.shape, strict=True)]
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(torch.ones(shape, dtype=parameter.dtype)))
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape
+        elif isinstance(owner, nn.LayerNorm):
+            owner.normalized_shape = (hidden,)
+    return layer

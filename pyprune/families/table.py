@@ -1,0 +1,70 @@
+"""The tables that ``pyprune families`` prints: every model type with its open axes, and the types that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from pyprune.families import all_families, find_family
+from pyprune.families.base import Family
+from pyprune.families.infer import causal_types, inferred_family
+from pyprune.runtime.report import Table
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+AXES = ("layers", "hidden", "heads", "ffn")
+"""Axes of a plan, in the order of the columns."""
+
+
+def known_types() -> list[str]:
+    """Return every model type: those with a table, and every other of which Transformers has a causal LM."""
+    return list(dict.fromkeys((*all_families(), *causal_types())))
+
+
+def open_table(model_types: Iterable[str]) -> Table:
+    """Return a row for each of these types that has a family: its open axes, and why others are closed.
+
+    Args:
+        model_types: of Transformers; a family without a table is inferred, which takes a quarter of a second.
+    """
+    families = [family for name in model_types if (family := find_family(name)) is not None]
+    rows = [_row(family) for family in sorted(families, key=lambda family: family.model_type)]
+    return Table("Model types", ("type", "table", *AXES, "closed, or refused"), tuple(rows))
+
+
+def refused_table(model_types: Iterable[str]) -> Table:
+    """Return a row for each of these types that has no family, with the reason."""
+    reasons = [(name, inferred_family(name)) for name in sorted(model_types) if find_family(name) is None]
+    return Table("Refused", ("type", "reason"), tuple((name, cast(str, reason)) for name, reason in reasons))
+
+
+def _row(family: Family) -> tuple[str, ...]:
+    untied, tied = (family.closed_axes(_like(tied)) for tied in (False, True))
+    cells = ["no" if axis in untied else "untied head" if axis in tied else "yes" for axis in AXES]
+    reasons = [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
+    reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
+    source = "own" if family.model_type in all_families() else "inferred"
+    return (family.model_type, source, *cells, "; ".join(reasons))
+
+
+def _like(tied: bool) -> PretrainedConfig:
+    """Return what a family reads of a configuration to tell which axes are closed."""
+    return cast("PretrainedConfig", SimpleNamespace(tie_word_embeddings=tied))
+
+
+def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
+    """Return the sizes of one model, and whether each of its axes is open.
+
+    Args:
+        family: of the model.
+        config: of the model.
+        name: of the model, for the title.
+    """
+    sizes: dict[str, Any] = vars(family.sizes(config))
+    closed = family.closed_axes(config)
+    source = "own" if family.model_type in all_families() else "inferred"
+    rows = [("type", family.model_type), ("table", source), *sizes.items()]
+    rows += [(f"axis {axis}", f"closed: {closed[axis]}" if axis in closed else "open") for axis in AXES]
+    return Table(name, ("", "value"), tuple(rows))

@@ -1,0 +1,113 @@
+"""Tiny models of the types whose families are inferred, each built from the type's own configuration class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedModel
+
+from pyprune.families import find_family
+from pyprune.families.infer import tiny_sizes
+from tests._support.tiny import VOCAB, random_model
+
+INFERRED = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "glm",
+    "glm4",
+    "helium",
+    "hunyuan_v1_dense",
+    "hyperclovax",
+    "jais2",
+    "ministral",
+    "ministral3",
+    "nanochat",
+    "nemotron",
+    "olmo",
+    "olmo3",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "vaultgemma",
+)
+"""Every type that is inferred; the contract runs on all of them."""
+NOT_INFERRED = (
+    *("afmoe", "aria_text", "axk1", "axk2", "bamba", "bart"),
+    *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet"),
+    *("blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen"),
+    *("cohere2_moe", "cohere_compass_text", "cpmant", "ctrl", "data2vec-text", "dbrx"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge"),
+    *("dots1", "electra", "emu3", "ernie", "ernie4_5_moe", "exaone_moe"),
+    *("falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "fuyu", "gemma3"),
+    *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified"),
+    *("gemma4_unified_assistant", "gemma4_unified_text", "git", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+    *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hrm_text", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
+    *("inkling_text", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2"),
+    *("lfm2_moe", "llama4", "llama4_text", "longcat_flash", "mamba", "mamba2"),
+    *("marian", "mbart", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3"),
+    *("minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral", "mllama", "modernbert-decoder"),
+    *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h"),
+    *("olmo_hybrid", "olmoe", "openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
+    *("phimoe", "plbart", "prophetnet", "qwen2_moe", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    *("recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
+    *("roformer", "rwkv", "solar_open", "trocr", "whisper", "xglm"),
+    *("xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod"),
+    *("youtu", "zamba", "zamba2", "zaya"),
+)
+"""Every other type without a table for which Transformers has a causal LM: mixtures, hybrids, encoders and so on."""
+VALUES: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "hyperclovax": {"residual_multiplier": 0.7, "embedding_multiplier": 1.0, "logits_scaling": 2.0},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6},
+    "vaultgemma": {"query_pre_attn_scalar": 24},
+}
+"""Model type -> values that make a rule of its own matter."""
+
+
+def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
+    """A randomised float32 model in eval mode, with every bias that its configuration can switch on, and short windows.
+
+    Args:
+        model_type: of :data:`INFERRED`.
+        tied: the head shares the embedding's tensor.
+    """
+    values = tiny_sizes(model_type) | {"vocab_size": VOCAB, "tie_word_embeddings": tied} | VALUES.get(model_type, {})
+    config = AutoConfig.for_model(model_type, **values).to_dict()
+    values |= {name: True for name, value in config.items() if value is False and name.endswith("bias")}
+    if config.get("sliding_window"):
+        values["sliding_window"] = 6
+    return random_model(model_type, **values)
+
+
+def closed_by(model: PreTrainedModel, axis: str) -> str | None:
+    """Return the reason why the plan of an axis (:func:`tests._support.plans.axis_plans`) is refused, or None."""
+    family = find_family(model.config.model_type)
+    closed = family.closed_axes(model.config) if family else {}
+    cuts = {"hidden-odd": ("hidden",), "query-heads": ("heads",), "unequal": ("heads", "ffn"), "skipped": ()}
+    cuts |= {"identity": (), "everything": ("layers", "hidden", "heads", "ffn")}
+    return next((closed[one] for one in cuts.get(axis, (axis,)) if one in closed), None)

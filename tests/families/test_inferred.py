@@ -1,0 +1,271 @@
+"""Inferred families: the contract of every type without a table, and the types that cannot be inferred."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pyprune.checkpoint.load import load_model
+from pyprune.cut.compact import compact_
+from pyprune.cut.mask import mask_
+from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
+from pyprune.families import all_families, count_parameters, family_for, find_family, parameter_shapes, parameters_after
+from pyprune.families.infer import causal_types, inferred_family
+from pyprune.families.table import open_table
+from pyprune.plan import PrunePlan
+from pyprune.run.prune import prune_checkpoint
+from pyprune.run.recipe import build_config
+from pyprune.runtime.report import markdown_table
+from tests._support.cli import run
+from tests._support.compare import assert_same_logits
+from tests._support.inferred import INFERRED, NOT_INFERRED, closed_by, tiny_inferred
+from tests._support.models import tiny_batch
+from tests._support.paths import REPO
+from tests._support.plans import axis_plans
+from tests._support.text import write_model, write_text
+from tests.families.test_contract import AXES, cached_logits, logits
+
+IDENTICAL = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "granite", "starcoder2", "olmo2")
+"""Types with a table whose rows inference finds as well."""
+FRESH = """
+import json, sys, torch, pyprune.modeling
+from transformers import AutoModelForCausalLM
+from tests._support.models import tiny_batch
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), (folder, info)
+    with torch.no_grad():
+        torch.save(model.eval()(tiny_batch(), use_cache=False).logits, folder + "/fresh.pt")
+"""
+
+
+def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
+    plans = axis_plans(family_for(model).plan(model.config))
+    if axis not in plans:
+        pytest.skip("this configuration has one query head per KV head")
+    return plans[axis]
+
+
+def check(dense: PreTrainedModel, axis: str, folder: Path) -> None:
+    """The contract of one plan: masked equals compacted, also through the cache and after save and load."""
+    plan, shapes, ids = plan_of(dense, axis), parameter_shapes(dense), tiny_batch()
+    masked, model = copy.deepcopy(dense), dense
+    mask_(masked, plan)
+    report = compact_(model, plan)
+    expected = logits(masked, ids)
+    assert_same_logits(logits(model, ids), expected)
+    assert report.parameters == count_parameters(model) == parameters_after(family_for(masked), shapes, plan)
+    assert report.stock is not report.architecture.startswith("Pruned")
+    model.save_pretrained(folder)
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    assert type(loaded) is type(model)
+    assert_same_logits(logits(loaded.eval(), ids), expected)
+    assert_same_logits(cached_logits(loaded, ids, prompt=9), expected)
+    assert_same_generation(loaded, masked)
+
+
+def assert_same_generation(model: PreTrainedModel, masked: PreTrainedModel) -> None:
+    """Generate with a cache from prompts of two lengths, the shorter one padded on the left."""
+    ids = tiny_batch(length=9)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = ids[0, :4] = 0
+    answers = []
+    for each in (model, masked):
+        each.generation_config.eos_token_id = None
+        options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        answers.append(each.generate(ids, attention_mask=mask, **options))
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert_same_logits(torch.stack(answers[0].logits), torch.stack(answers[1].logits))
+
+
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_everything_at_once(model_type: str, tmp_path: Path) -> None:
+    check(tiny_inferred(model_type), "everything", tmp_path)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> None:
+    dense = tiny_inferred(model_type, tied=tied)
+    if reason := closed_by(dense, axis):
+        with pytest.raises(PlanError, match=reason):
+            compact_(dense, plan_of(dense, axis))
+    else:
+        check(dense, axis, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_inferred_sizes_name_their_axes(model_type: str) -> None:
+    """No two axes have the same size, unless the type's own classes make them so; and masking changes something."""
+    model = tiny_inferred(model_type)
+    sizes = family_for(model).sizes(model.config)
+    channels = {sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim}
+    others = {sizes.vocab_size, sizes.intermediate_size, sizes.num_key_value_heads * sizes.head_dim, sizes.num_layers}
+    assert len(channels | others) == len(channels) + 4
+    assert len(channels) == 1 if model_type in ("helium", "stablelm") else 2
+
+
+@pytest.mark.process
+@pytest.mark.second
+def test_a_fresh_process_loads_every_type(tmp_path: Path) -> None:
+    expected = {}
+    for model_type in INFERRED:
+        model = tiny_inferred(model_type)
+        compact_(model, plan_of(model, "everything"))
+        model.save_pretrained(tmp_path / model_type)
+        expected[model_type] = logits(model, tiny_batch())
+    load_fresh(tmp_path, *expected)
+    for model_type, values in expected.items():
+        assert_same_logits(torch.load(tmp_path / model_type / "fresh.pt"), values)
+
+
+@pytest.mark.process
+def test_a_fresh_process_loads_a_type_without_a_table(tmp_path: Path) -> None:
+    model = tiny_inferred("smollm3")
+    compact_(model, plan_of(model, "everything"))
+    model.save_pretrained(tmp_path / "smollm3")
+    values = json.loads((tmp_path / "smollm3" / "config.json").read_text())
+    assert values["model_type"] == "pruned_smollm3"
+    assert values["architectures"] == ["PrunedSmolLM3ForCausalLM"]
+    assert len(values["no_rope_layers"]) == len(values["layer_types"]) == 4
+    load_fresh(tmp_path, "smollm3")
+    assert_same_logits(torch.load(tmp_path / "smollm3" / "fresh.pt"), logits(model, tiny_batch()))
+
+
+def load_fresh(work: Path, *names: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", FRESH, *(str(work / name) for name in names)]
+    ran = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_the_pruned_classes_of_an_inferred_type_exist_by_name_where_pickles_look() -> None:
+    import pyprune.modeling
+    from pyprune.modeling import configuration, models
+
+    for module, name in ((configuration, "PrunedSmolLM3Config"), (models, "PrunedSmolLM3ForCausalLM")):
+        cls = getattr(pyprune.modeling, name)
+        assert getattr(module, name) is cls
+        assert pickle.loads(pickle.dumps(cls)) is cls
+        with pytest.raises(AttributeError):
+            _ = module.PrunedNothing
+    config = AutoConfig.for_model("pruned_smollm3", num_hidden_layers=3)
+    assert type(config) is configuration.PrunedSmolLM3Config
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "olmo", "apertus"])
+def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_path: Path) -> None:
+    """A checkpoint with buffers (Apertus) is loaded instead, and the report says why."""
+    dense = tiny_inferred(model_type)
+    plan = plan_of(dense, "everything")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    config = build_config(options={"plan": str(tmp_path / "plan.json")})
+    result = prune_checkpoint(write_model(dense, tmp_path / "dense"), config, out=tmp_path / "out")
+    notes = " ".join(result.notes)
+    assert ("not streamed from file to file: the files of 'apertus'" in notes) is (model_type == "apertus")
+    written, _ = load_model(tmp_path / "out")
+    compact_(dense, plan)
+    assert_same_logits(logits(written, tiny_batch()), logits(dense, tiny_batch()))
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    config = build_config(preset="wanda", options={"ratio": 0.3, **data, "score.closed_ends": 0})
+    result = prune_checkpoint(folder, config, out=tmp_path / "out")
+    assert result.compact is not None
+    assert result.compact.removed_share > 0.1
+    model, _ = load_model(tmp_path / "out")
+    assert torch.isfinite(logits(model, tiny_batch())).all()
+
+
+@pytest.mark.parametrize("model_type", IDENTICAL)
+def test_inference_finds_the_rows_of_tables(model_type: str) -> None:
+    """A table may hold biases that its configurations never have; every other row is the same."""
+    inferred, table = inferred_family(model_type), all_families()[model_type]
+    assert not isinstance(inferred, str), inferred
+    rows = {row.pattern: row for row in table.rows}
+    for row in inferred.rows:
+        assert rows.pop(row.pattern) == row
+    assert all(row.is_bias for row in rows.values()), rows
+    for name in ("norm", "gauge", "unit_offset_norm", "scaled_embedding", "layers_path", "attention_module"):
+        assert getattr(inferred, name) == getattr(table, name), name
+
+
+def test_a_variant_that_means_something_else_is_refused() -> None:
+    config = AutoConfig.for_model("stablelm", use_parallel_residual=True)
+    with pytest.raises(UnsupportedModelError, match=r"use_parallel_residual is True: .*input_layernorm"):
+        family_for(config)
+
+
+def test_a_closed_axis_is_refused_with_its_reason() -> None:
+    model = tiny_inferred("nanochat", tied=True)
+    plan = plan_of(model, "hidden")
+    with pytest.raises(PlanError, match=r"cuts the axis hidden, which is closed .* final norm has no weight"):
+        compact_(model, plan)
+    compact_(model, plan_of(tiny_inferred("nanochat", tied=True), "heads"))
+
+
+def test_a_method_on_a_closed_axis_is_refused_before_it_decides(tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("nanochat", tied=True), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    config = build_config(preset="dress", options=data)
+    with pytest.raises(ConfigError, match=r"dress removes from the axis hidden, .* Open axes: layers, heads, ffn"):
+        prune_checkpoint(folder, config, out=tmp_path / "out")
+
+
+def test_the_table_in_the_documentation_is_the_table() -> None:
+    """`pyprune families --markdown` prints it."""
+    text = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
+    table = markdown_table(open_table([*all_families(), *INFERRED]))
+    assert table in text, table
+
+
+def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("nanochat", tied=True), tmp_path / "dense")
+    output = run("families", folder, "--json", "-").output
+    cells = {row[""]: row["value"] for row in json.loads(output)[str(folder)]}
+    assert cells["type"] == "nanochat"
+    assert cells["table"] == "inferred"
+    assert cells["hidden_size"] == 62
+    assert cells["axis heads"] == "open"
+    assert cells["axis hidden"].startswith("closed: its head is tied")
+
+
+def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.families.table.known_types", lambda: ["llama", "smollm3", "mixtral"])
+    tables = json.loads(run("families", "--json", "-").output)
+    assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
+    assert tables["Refused"][0]["reason"].startswith("model.layers.0.mlp.gate.weight has a dimension of 8")
+
+
+def test_a_type_that_cannot_be_inferred_names_the_parameter() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*No table could be inferred for it: transformer\.wpe"):
+        family_for(AutoConfig.for_model("gpt2"))
+    assert find_family("no_such_type") is None
+
+
+def test_every_type_of_transformers_is_listed() -> None:
+    """A type that a release adds belongs to one of the lists."""
+    listed = [*INFERRED, *NOT_INFERRED, *all_families()]
+    assert len(listed) == len(set(listed))
+    assert sorted(causal_types()) == sorted(listed)
+
+
+@pytest.mark.second
+def test_the_lists_are_true() -> None:
+    assert {name for name in (*INFERRED, *NOT_INFERRED) if find_family(name)} == set(INFERRED)
