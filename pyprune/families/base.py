@@ -8,7 +8,7 @@ No torch is imported: a table also describes a model whose weights are not in me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-Axis = Literal["vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim", "inner"]
+Axis = Literal[
+    "vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim", "inner", "each_head", "each_kv_head"
+]
+PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
+"""Axis that counts heads -> the axis that counts their channels."""
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
 FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
@@ -178,6 +182,15 @@ def _stock_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Mo
     return layer_class(config, index)
 
 
+def _unknown_lists(config: PretrainedConfig, known: tuple[str, ...]) -> Iterator[str]:
+    """Yield the fields of a configuration with as many values as layers, other than the known ones."""
+    layers = getattr(config, "num_hidden_layers", None)
+    for name, value in vars(config).items():
+        public = not name.startswith("_") and not name.endswith("_token_id") and name != "architectures"
+        if public and name not in known and isinstance(value, list | tuple) and len(value) == layers:
+            yield name
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything that pyprune knows about one model type.
@@ -259,6 +272,8 @@ class Family:
         Axes are hidden, heads and ffn, and "layers".
         """
         closed = dict(self.closed)
+        for name in _unknown_lists(config, self.layer_lists):
+            closed["layers"] = f"{name} of its configuration has as many values as layers, and may belong to them"
         if config.tie_word_embeddings and self.bare_head and self.norm == "rms":
             closed["hidden"] = "its head is tied to the embedding, and its final norm has no weight"
         if config.tie_word_embeddings and self.norm == "layer" and self.unit_offset_norm:
@@ -378,6 +393,8 @@ def axis_width(axis: Axis, dense: Sizes) -> int:
         "heads": dense.num_attention_heads * dense.head_dim,
         "kv_heads": dense.num_key_value_heads * dense.head_dim,
         "ffn": dense.intermediate_size,
+        "each_head": dense.num_attention_heads,
+        "each_kv_head": dense.num_key_value_heads,
     }[axis]
 
 
@@ -385,9 +402,11 @@ def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[
     """Return the kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
-    if layer is None or axis not in FUSIBLE:
+    if layer is None or axis not in (*FUSIBLE, *PER_HEAD):
         return None
-    units = {"heads": layer.query_heads, "kv_heads": layer.kv_heads, "ffn": layer.ffn}[axis]
+    units = {"heads": layer.query_heads, "kv_heads": layer.kv_heads, "ffn": layer.ffn}[PER_HEAD.get(axis, axis)]
+    if axis in PER_HEAD:
+        return units
     width = 1 if axis == "ffn" else plan.dense.head_dim
     if len(units) * width == axis_width(axis, plan.dense):
         return None

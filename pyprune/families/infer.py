@@ -8,11 +8,11 @@ its norms normalise: the residual stream in front of a block, or the output of a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import UnsupportedModelError, shown
 from pyprune.families.base import Axis, Block, Dimension, Family, Role, Row, StockClasses, StockTarget
@@ -42,6 +42,8 @@ _WIDTHS: dict[int, Dimension] = {
     FFN: "ffn",
     2 * FFN: ("ffn", "ffn"),
     HEAD_DIM: "head_dim",
+    HEADS: "each_head",
+    KV_HEADS: "each_kv_head",
     1: "inner",
 }
 _BLOCK_OF: dict[Dimension, Block] = {
@@ -49,8 +51,11 @@ _BLOCK_OF: dict[Dimension, Block] = {
     "kv_heads": "attention",
     "ffn": "mlp",
     ("ffn", "ffn"): "mlp",
+    "each_head": "attention",
+    "each_kv_head": "attention",
 }
-"""Block of a projection, by the axis that is not the stream."""
+"""Block of a parameter, by an axis that is not the stream."""
+_PER_HEAD = ("each_head", "each_kv_head")
 
 
 class _Obstacle(Exception):
@@ -159,7 +164,9 @@ def _infer(model_type: str) -> Family:
             _merge(facts, _facts_of(_config(model_type, rule, **{name: value}), rule))
         except _Obstacle as obstacle:
             refused[name] = (value, str(obstacle))
-    lists, facts.closed["layers"] = _layer_lists(model_type, rule, facts)
+    lists, reason = _layer_lists(model_type, rule, facts)
+    if reason:
+        facts.closed["layers"] = reason
     config_class = type(_config(model_type, rule))
     family = Family(
         model_type=model_type,
@@ -170,7 +177,7 @@ def _infer(model_type: str) -> Family:
         attention_module=facts.modules["attention"][0],
         mlp_modules=facts.modules["mlp"],
         layer_lists=lists,
-        closed={axis: reason for axis, reason in facts.closed.items() if reason},
+        closed=facts.closed,
         refused_switches=refused,
         **facts.flags,
     )
@@ -276,10 +283,10 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...], rule: str
         return Row(pattern, axes, "pre_norm", None)
     if len(axes) == 2 and "hidden" in axes:
         other = axes[1 - axes.index("hidden")]
-        if other in _BLOCK_OF:
+        if other in _BLOCK_OF and (axes[1] == "hidden" or other in ("heads", "ffn")):
             role = "reader" if axes[1] == "hidden" else "writer"
             return Row(pattern, axes, role, _BLOCK_OF[other])
-    if len(axes) == 1 and "hidden" not in axes:
+    if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD):
         return Row(pattern, axes, "inner", _block_of_module(facts, module, axes))
     raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
 
@@ -347,27 +354,38 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     calls: list[_Call] = []
-    entered: list[Tensor] = []
+    entered: list[tuple[Tensor, dict[str, Any]]] = []
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, module in model.named_modules():
         if not list(module.children()):
             module.register_forward_hook(partial(_record, calls, name))
     first = model.get_submodule(facts.layers_path)[0]
-    first.register_forward_pre_hook(lambda _, args, kwargs: entered.append(_stream(args, kwargs)), with_kwargs=True)
+    hook = first.register_forward_pre_hook(lambda _, *call: entered.append(_first_call(*call)), with_kwargs=True)
     with torch.no_grad():
         try:
             model(torch.arange(3, 12)[None], use_cache=False)
         except Exception as error:  # the code of any model class
             raise _Obstacle(f"its tiny model cannot run: {shown(error)}") from error
+        hook.remove()
         norms = _stream_norms(facts, calls, config.hidden_size)
         _find_roles(facts, calls, norms, square=config.hidden_size == HEADS * HEAD_DIM)
         _find_norm_kind(facts, norms)
         _find_width_norms(facts, calls)
-        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], entered[0][0], norms)
+        stream, keywords = entered[0]
+        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], stream[0], norms)
+        _check_idle_layer(facts, first, stream, lambda x: first(x, **keywords))
 
 
-def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    return cast("Tensor", args[0] if args else kwargs["hidden_states"])
+def _first_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the stream and the other arguments of a layer's call.
+
+    Raises:
+        _Obstacle: it has other positional arguments.
+    """
+    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+    if len(args) > 1:
+        raise _Obstacle("its layers are called with several positional arguments")
+    return args[0] if args else kwargs["hidden_states"], others
 
 
 def _record(calls: list[_Call], name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -419,7 +437,7 @@ def _find_roles(facts: _Facts, calls: list[_Call], norms: list[_Call], *, square
             facts.rows[pattern] = replace(row, role=role, block=block)
             if role == "inner" and square:
                 raise _Obstacle(f"{pattern} may count channels of the stream or of the heads, which are as many")
-            if role == "inner":
+            if role == "inner" and pattern.rpartition(".")[0] in placed:
                 facts.closed["hidden"] = f"{pattern} acts on the stream in an unknown way"
     if "pre_norm" in bare and any(row.role == "pre_norm" for row in facts.rows.values()):
         facts.closed["hidden"] = "only some of the norms in front of its blocks have weights"
@@ -440,6 +458,26 @@ def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Bloc
     if not blocks:
         return "inner", None
     return "pre_norm", blocks.pop() if len(blocks) == 1 else None
+
+
+def _check_idle_layer(facts: _Facts, layer: nn.Module, stream: Tensor, run: Callable[[Tensor], Tensor]) -> None:
+    """Close layers where a layer whose writers are zero changes the stream, and hidden where it mixes its channels."""
+    import torch
+    from torch import nn
+
+    writers = {pattern.rpartition("{i}.")[2] for pattern, row in facts.rows.items() if row.role == "writer"}
+    for name, parameter in layer.named_parameters():
+        if name in writers:
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 1:
+            parameter.mul_(1 + 0.1 * torch.arange(len(parameter)) / len(parameter))
+    x = (torch.arange(stream.numel()).view_as(stream) % 13 - 6) / 5
+    half = torch.arange(stream.shape[-1]) % 2
+    y = run(x)
+    if not torch.allclose(y, x, atol=1e-5):
+        facts.closed["layers"] = "a layer changes the stream also where its blocks write nothing"
+    if not (torch.allclose(run(2 * x), 2 * y, atol=1e-4) and torch.allclose(run(x * half), y * half, atol=1e-4)):
+        facts.closed["hidden"] = "a layer changes the stream in other ways than by its blocks"
 
 
 def _find_norm_kind(facts: _Facts, norms: list[_Call]) -> None:
@@ -472,7 +510,7 @@ def _find_width_norms(facts: _Facts, calls: list[_Call]) -> None:
     for call in filter(lambda call: _is_norm(call.module), calls):
         row = _weight_row(facts, call)
         axis = row.axes[0] if row is not None else _WIDTHS.get(call.input.shape[-1])
-        if axis not in _BLOCK_OF or (row is not None and row.axes == ("hidden",)):
+        if axis not in ("heads", "kv_heads", "ffn") or (row is not None and row.axes == ("hidden",)):
             continue
         closed = "ffn" if _BLOCK_OF[axis] == "mlp" else "heads"
         before = [_weight_row(facts, other) for other in calls if _same(other.output, call.input) and other is not call]

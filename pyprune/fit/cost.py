@@ -154,6 +154,8 @@ class ExactCosts(CostModel):
             "hidden": hidden,
             "heads": widths.query_heads * head_dim,
             "kv_heads": widths.kv_heads * head_dim,
+            "each_head": widths.query_heads,
+            "each_kv_head": widths.kv_heads,
             "ffn": widths.ffn,
         }
         return tuple(

@@ -48,6 +48,14 @@ for folder in sys.argv[1:]:
 """
 
 
+def everything_of(model: PreTrainedModel) -> PrunePlan:
+    """The plan that cuts every axis at once, without whole layers where they are closed."""
+    plan = plan_of(model, "everything")
+    if "layers" not in family_for(model).closed_axes(model.config):
+        return plan
+    return plan_of(model, "unequal").with_layer(0, query_heads=[], kv_heads=[]).keep_hidden(plan.hidden)
+
+
 def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
     plans = axis_plans(family_for(model).plan(model.config))
     if axis not in plans:
@@ -55,9 +63,9 @@ def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
     return plans[axis]
 
 
-def check(dense: PreTrainedModel, axis: str, folder: Path) -> None:
+def check(dense: PreTrainedModel, plan: PrunePlan, folder: Path) -> None:
     """The contract of one plan: masked equals compacted, also through the cache and after save and load."""
-    plan, shapes, ids = plan_of(dense, axis), parameter_shapes(dense), tiny_batch()
+    shapes, ids = parameter_shapes(dense), tiny_batch()
     masked, model = copy.deepcopy(dense), dense
     mask_(masked, plan)
     report = compact_(model, plan)
@@ -90,7 +98,8 @@ def assert_same_generation(model: PreTrainedModel, masked: PreTrainedModel) -> N
 
 @pytest.mark.parametrize("model_type", INFERRED)
 def test_everything_at_once(model_type: str, tmp_path: Path) -> None:
-    check(tiny_inferred(model_type), "everything", tmp_path)
+    model = tiny_inferred(model_type)
+    check(model, everything_of(model), tmp_path)
 
 
 @pytest.mark.second
@@ -103,7 +112,7 @@ def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> N
         with pytest.raises(PlanError, match=reason):
             compact_(dense, plan_of(dense, axis))
     else:
-        check(dense, axis, tmp_path)
+        check(dense, plan_of(dense, axis), tmp_path)
 
 
 @pytest.mark.parametrize("model_type", INFERRED)
@@ -123,7 +132,7 @@ def test_a_fresh_process_loads_every_type(tmp_path: Path) -> None:
     expected = {}
     for model_type in INFERRED:
         model = tiny_inferred(model_type)
-        compact_(model, plan_of(model, "everything"))
+        compact_(model, everything_of(model))
         model.save_pretrained(tmp_path / model_type)
         expected[model_type] = logits(model, tiny_batch())
     load_fresh(tmp_path, *expected)
@@ -185,7 +194,8 @@ def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_
 def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
-    config = build_config(preset="wanda", options={"ratio": 0.3, **data, "score.closed_ends": 0})
+    preset = "wanda-plain" if model_type == "doge" else "wanda"  # its layers do not just add to the stream
+    config = build_config(preset=preset, options={"ratio": 0.3, **data, "score.closed_ends": 0})
     result = prune_checkpoint(folder, config, out=tmp_path / "out")
     assert result.compact is not None
     assert result.compact.removed_share > 0.1
@@ -204,6 +214,29 @@ def test_inference_finds_the_rows_of_tables(model_type: str) -> None:
     assert all(row.is_bias for row in rows.values()), rows
     for name in ("norm", "gauge", "unit_offset_norm", "scaled_embedding", "layers_path", "attention_module"):
         assert getattr(inferred, name) == getattr(table, name), name
+
+
+def test_heads_that_are_normalised_or_held_back_one_by_one_are_cut() -> None:
+    """Norms of Cohere with a weight for every head, and the sinks of Granite, one number a head."""
+    for model_type, name, shape in (("cohere", "q_norm.weight", (1, 16)), ("granite_swa", "sinks", (1,))):
+        model = tiny_inferred(model_type)
+        compact_(model, family_for(model).plan(model.config).with_layer(0, query_heads=[2], kv_heads=[1]))
+        assert model.get_parameter(f"model.layers.0.self_attn.{name}").shape == shape
+
+
+def test_layers_of_a_model_with_an_unknown_list_are_closed() -> None:
+    model = tiny_inferred("smollm3")
+    model.config.layer_temperatures = [1.0] * 5
+    with pytest.raises(PlanError, match=r"cuts the axis layers.* layer_temperatures of its configuration"):
+        compact_(model, plan_of(model, "layers"))
+    compact_(model, plan_of(model, "heads"))
+
+
+def test_a_layer_that_is_never_idle_is_kept() -> None:
+    """Doge multiplies the stream by factors in every layer, which no zero of a writer takes out."""
+    model = tiny_inferred("doge")
+    with pytest.raises(PlanError, match=r"axis layers.* also where its blocks write nothing"):
+        compact_(model, plan_of(model, "layers"))
 
 
 def test_a_variant_that_means_something_else_is_refused() -> None:
