@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pyprune.plan import PrunePlan, Sizes, kv_head_of
 
-SMOLLM2 = PrunePlan.identity("llama", Sizes(30, 576, 9, 3, 64, 1536, 49152))
+SMOLLM2 = PrunePlan.identity("llama", Sizes.decoder(30, 576, 9, 3, 64, 1536, 49152))
 
 
 def never_profiled(dense: PrunePlan = SMOLLM2) -> dict[str, PrunePlan]:

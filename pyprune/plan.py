@@ -1,79 +1,306 @@
-"""PrunePlan: which layers, hidden channels, heads and FFN channels stay. Data, not code; no torch here.
+"""PrunePlan: which layers, hidden channels, blocks of layers, heads and FFN channels are kept. Data; no torch here.
 
 Every method produces one; :func:`pyprune.cut.compact.compact_` is the only code that cuts, and it reads
 nothing else. A plan can be saved, compared, edited by hand and replayed, and it is embedded in every checkpoint.
 Index sets are written as range text ("0-431,440"), so that a plan of a 7B model stays readable.
+
+A layer consists of blocks ("attention", "mlp"), and a block owns axes ("query_heads", "kv_heads", "ffn"). A block is
+removed if its layer does not name it; a block that is kept names all its axes, none of them empty.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Self
 
-from pyprune.errors import PlanError, did_you_mean, shown
+from pyprune.errors import PlanError, UnsupportedModelError, did_you_mean, shown
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+"""Version of the text that is written. Version 1, of models whose layers are all attention and MLP, is read too."""
 MAX_LAYERS = 4096
 MAX_INDEX = 10_000_000
 """Largest index a plan may name: no model is wider, and a damaged range must not fill the memory."""
 MAX_INDICES = 20_000_000
 """Most layers times widths of a model that a plan may be for; one of 400 billion parameters needs 7 million."""
 PLAN_KEYS = ("version", "model_type", "dense", "hidden", "layers")
-LAYER_KEYS = ("index", "query_heads", "kv_heads", "ffn")
+LAYER_KEYS = ("index", "kind", "blocks")
+DECODER = "decoder"
+"""The kind of all layers of a model whose layers are alike."""
+HEAD_DIM = "head_dim"
+AXIS_NAMES = {"query_heads": "query heads", "kv_heads": "KV heads", "ffn": "FFN"}
+"""Axis -> its name for people, where that is not the axis itself."""
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of one block of a dense layer.
+
+    Attributes:
+        axes: axis -> units along it (heads or channels). A block without axes is closed: its inside is kept whole.
+        head_dim: channels of one head, on every axis whose name ends in "heads"; None without such an axis.
+    """
+
+    axes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    head_dim: int | None = None
+
+    def channels(self, axis: str) -> int:
+        """Return the channels of one unit of an axis."""
+        return self.head_dim or 1 if axis.endswith("heads") else 1
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head; query head q reads KV head q // group_size."""
+        return self.axes["query_heads"] // self.axes.get("kv_heads", self.axes["query_heads"])
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a dense decoder (counts; head_dim in channels).
+    """Sizes of a dense decoder.
+
+    The properties named like fields of a configuration hold for all layers that own the axis; ask by layer
+    (:meth:`blocks`) where layers may differ.
 
     Attributes:
-        num_layers: decoder layers.
         hidden_size: channels of the residual stream.
-        num_attention_heads: query heads of a layer.
-        num_key_value_heads: key/value heads of a layer; query head q reads KV head
-            q // (num_attention_heads / num_key_value_heads).
-        head_dim: channels of one head.
-        intermediate_size: FFN channels of a layer.
         vocab_size: rows of the token embedding.
+        kinds: kind of layer -> its blocks by name, in the order in which a layer runs them.
+        layers: kind of every layer.
     """
 
-    num_layers: int
     hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
+    kinds: Mapping[str, Mapping[str, BlockSizes]] = field(hash=False)
+    layers: tuple[str, ...]
+
+    @classmethod
+    def decoder(
+        cls,
+        num_layers: int,
+        hidden_size: int,
+        num_attention_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        intermediate_size: int,
+        vocab_size: int,
+    ) -> Self:
+        """Return the sizes of a decoder whose layers all have the same attention and the same MLP.
+
+        Args:
+            num_layers: decoder layers.
+            hidden_size: channels of the residual stream.
+            num_attention_heads: query heads of a layer.
+            num_key_value_heads: key/value heads of a layer; query head q reads KV head
+                q // (num_attention_heads / num_key_value_heads).
+            head_dim: channels of one head.
+            intermediate_size: FFN channels of a layer.
+            vocab_size: rows of the token embedding.
+        """
+        blocks = attention_and_mlp(num_attention_heads, num_key_value_heads, head_dim, intermediate_size)
+        return cls(hidden_size, vocab_size, {DECODER: blocks}, (DECODER,) * num_layers)
+
+    def blocks(self, layer: int) -> Mapping[str, BlockSizes]:
+        """Return the blocks of a layer by name, in the order in which it runs them."""
+        return self.kinds[self.layers[layer]]
+
+    def units(self, axis: str, layer: int) -> int:
+        """Return how many units a layer has along an axis; 0 if it has no such axis."""
+        return next((block.axes[axis] for block in self.blocks(layer).values() if axis in block.axes), 0)
+
+    def channels(self, axis: str, layer: int) -> int:
+        """Return the channels of one unit of an axis of a layer; 1 if it has no such axis."""
+        return next((block.channels(axis) for block in self.blocks(layer).values() if axis in block.axes), 1)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axes of all layers."""
+        blocks = [block for kind in self.kinds.values() for block in kind.values()]
+        return tuple(dict.fromkeys(axis for block in blocks for axis in block.axes))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of a layer."""
+        return self._shared("query_heads")
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """KV heads of a layer."""
+        return self._shared("kv_heads")
+
+    @property
+    def intermediate_size(self) -> int:
+        """FFN channels of a layer."""
+        return self._shared("ffn")
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self._one({b.head_dim or 0 for b in self._owners("query_heads")}, HEAD_DIM)
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
-        return self.num_attention_heads // self.num_key_value_heads
+        return self._one({block.group_size for block in self._owners("query_heads")}, "query heads of a KV head")
+
+    def _shared(self, axis: str) -> int:
+        return self._one({block.axes[axis] for block in self._owners(axis)}, axis)
+
+    def _owners(self, axis: str) -> list[BlockSizes]:
+        return [block for kind in self.kinds.values() for block in kind.values() if axis in block.axes]
+
+    def _one(self, values: set[int], name: str) -> int:
+        """Return the only value; 0 if no layer has one."""
+        if len(values) > 1:
+            raise UnsupportedModelError(
+                f"The layers of this model have different {name} ({', '.join(map(str, sorted(values)))}), and this "
+                "step knows one number for all layers. Remove whole layers or hidden channels instead."
+            )
+        return next(iter(values), 0)
+
+    def __str__(self) -> str:
+        kinds = "; ".join(map(self.describe, self.kinds))
+        return f"{kinds}; hidden size {self.hidden_size}, vocabulary {self.vocab_size}"
+
+    def describe(self, kind: str) -> str:
+        """Describe the layers of a kind for people: how many there are, and the sizes of their blocks."""
+        blocks = []
+        for name, block in self.kinds[kind].items():
+            sizes = [f"{axis} {n}" for axis, n in block.axes.items()]
+            sizes += [f"{HEAD_DIM} {block.head_dim}"] if block.head_dim else []
+            blocks.append(f"{name} ({', '.join(sizes)})" if sizes else name)
+        return f"{self.layers.count(kind)} layers of {' and '.join(blocks)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        kinds = {
+            kind: {
+                "layers": format_ranges([i for i, name in enumerate(self.layers) if name == kind]),
+                "blocks": {
+                    name: {**block.axes, **({} if block.head_dim is None else {HEAD_DIM: block.head_dim})}
+                    for name, block in blocks.items()
+                },
+            }
+            for kind, blocks in self.kinds.items()
+        }
+        return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "kinds": kinds}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Read the data of :meth:`to_dict`, or the seven sizes of version 1.
+
+        Raises:
+            PlanError: a missing or unknown key, a value of the wrong kind, or more layers and units than can be true.
+        """
+        if isinstance(data, Mapping) and "num_layers" in data:
+            data = _upgrade_sizes(data)
+        _check_keys(data, ("hidden_size", "vocab_size", "kinds"), "dense")
+        hidden, vocab = (_count(data[name], f"dense.{name}", least=1) for name in ("hidden_size", "vocab_size"))
+        kinds = _named(data["kinds"], "dense.kinds")
+        for kind, entry in kinds.items():
+            _check_keys(entry, ("layers", "blocks"), f"dense.kinds.{kind}")
+        blocks = {kind: _blocks(entry["blocks"], f"dense.kinds.{kind}") for kind, entry in kinds.items()}
+        layers = _kinds_of_layers({kind: entry["layers"] for kind, entry in kinds.items()})
+        sizes = cls(hidden, vocab, blocks, layers)
+        _check_bounds(sizes)
+        return sizes
+
+
+def attention_and_mlp(query_heads: int, kv_heads: int, head_dim: int, ffn: int) -> dict[str, BlockSizes]:
+    """Return the sizes of the blocks of a usual decoder layer.
+
+    Args:
+        query_heads: of the attention.
+        kv_heads: of the attention.
+        head_dim: channels of one head.
+        ffn: channels of the MLP.
+    """
+    attention = BlockSizes({"query_heads": query_heads, "kv_heads": kv_heads}, head_dim)
+    return {"attention": attention, "mlp": BlockSizes({"ffn": ffn})}
+
+
+Units = tuple[int, ...]
+"""Kept units of an axis, ascending dense indices."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The kept parts of one layer. An empty tuple means that the whole sub-block is skipped.
+    """The kept parts of one layer.
 
     Attributes:
         index: the layer's index in the dense model.
-        query_heads: kept query heads, ascending dense indices.
-        kv_heads: kept KV heads, ascending dense indices.
-        ffn: kept FFN channels, ascending dense indices.
+        kind: its kind, a key of :attr:`Sizes.kinds`.
+        blocks: the blocks that are kept, in the layer's order: name -> axis -> kept units. A block that is missing here
+            is removed; a closed block has no axes.
     """
 
     index: int
-    query_heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    ffn: tuple[int, ...]
+    kind: str
+    blocks: Mapping[str, Mapping[str, Units]] = field(hash=False)
+
+    def keeps(self, block: str) -> bool:
+        """Return whether a block is kept, with all or some of its units."""
+        return block in self.blocks
+
+    def units(self, axis: str) -> Units:
+        """Return the kept units of an axis; none if the block that owns it is removed, or the layer has none."""
+        return next((axes[axis] for axes in self.blocks.values() if axis in axes), ())
+
+    @property
+    def query_heads(self) -> Units:
+        """Kept query heads."""
+        return self.units("query_heads")
+
+    @property
+    def kv_heads(self) -> Units:
+        """Kept KV heads."""
+        return self.units("kv_heads")
+
+    @property
+    def ffn(self) -> Units:
+        """Kept FFN channels."""
+        return self.units("ffn")
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """(query heads, KV heads, FFN channels) that stay."""
+        """(query heads, KV heads, FFN channels) that are kept."""
         return len(self.query_heads), len(self.kv_heads), len(self.ffn)
+
+    @property
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Return block -> axis -> kept units, counted."""
+        return {name: {axis: len(units) for axis, units in axes.items()} for name, axes in self.blocks.items()}
+
+    def is_whole(self, block: str, dense: Sizes) -> bool:
+        """Return whether a block keeps all its units."""
+        return self.keeps(block) and self.sizes[block] == dict(dense.blocks(self.index)[block].axes)
+
+    def with_units(self, dense: Sizes, axes: Mapping[str, Iterable[int]]) -> Self:
+        """Return the layer with other kept units. An axis without units removes the block that owns it.
+
+        Args:
+            dense: the dense model's sizes.
+            axes: axis -> kept units; the other axes do not change.
+
+        Raises:
+            PlanError: the layer has no such axis.
+        """
+        owners = {axis: name for name, block in dense.blocks(self.index).items() for axis in block.axes}
+        for axis in axes:
+            if axis not in owners:
+                raise PlanError(did_you_mean(axis, owners, f"axis of layer {self.index}"))
+        blocks = {name: dict(kept) for name, kept in self.blocks.items()}
+        for axis, units in axes.items():
+            blocks.setdefault(owners[axis], {})[axis] = tuple(sorted(units))
+        empty = {owners[axis] for axis, units in axes.items() if not blocks[owners[axis]][axis]}
+        kept = {name: blocks[name] for name in dense.blocks(self.index) if name in blocks and name not in empty}
+        return replace(self, blocks=kept)
 
 
 @dataclass(frozen=True)
@@ -89,22 +316,18 @@ class PrunePlan:
 
     model_type: str
     dense: Sizes
-    hidden: tuple[int, ...]
+    hidden: Units
     layers: tuple[LayerPlan, ...]
 
     @classmethod
     def identity(cls, model_type: str, dense: Sizes) -> Self:
         """The plan that removes nothing."""
-        whole = tuple(
-            LayerPlan(
-                i,
-                tuple(range(dense.num_attention_heads)),
-                tuple(range(dense.num_key_value_heads)),
-                tuple(range(dense.intermediate_size)),
-            )
-            for i in range(dense.num_layers)
-        )
-        return cls(model_type, dense, tuple(range(dense.hidden_size)), whole)
+        whole = {
+            kind: {name: {axis: tuple(range(n)) for axis, n in block.axes.items()} for name, block in blocks.items()}
+            for kind, blocks in dense.kinds.items()
+        }
+        layers = tuple(LayerPlan(i, kind, whole[kind]) for i, kind in enumerate(dense.layers))
+        return cls(model_type, dense, tuple(range(dense.hidden_size)), layers)
 
     def drop_layers(self, indices: Iterable[int]) -> Self:
         """Remove layers by dense index.
@@ -122,31 +345,19 @@ class PrunePlan:
         """Keep exactly these hidden channels (dense indices)."""
         return replace(self, hidden=tuple(sorted(indices)))
 
-    def with_layer(
-        self,
-        index: int,
-        *,
-        query_heads: Sequence[int] | None = None,
-        kv_heads: Sequence[int] | None = None,
-        ffn: Sequence[int] | None = None,
-    ) -> Self:
-        """Set the kept parts of one layer (None leaves that axis as it is).
+    def with_layer(self, index: int, **axes: Iterable[int] | None) -> Self:
+        """Set the kept units of one layer, by axis: ``query_heads``, ``kv_heads``, ``ffn`` and others that it has.
+
+        An axis without units removes the block that owns it; None leaves an axis as it is.
 
         Raises:
-            PlanError: the layer is not in the plan.
+            PlanError: the layer is not in the plan, or has no such axis.
         """
         if index not in self.kept_layers:
             raise PlanError(f"Layer {index} is not in the plan; it holds {self.kept_layers}.")
-        changes = {
-            name: tuple(sorted(value))
-            for name, value in (("query_heads", query_heads), ("kv_heads", kv_heads), ("ffn", ffn))
-            if value is not None
-        }
-        layers = tuple(
-            replace(layer, **changes) if layer.index == index else layer  # type: ignore[arg-type]
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        changes = {axis: tuple(units) for axis, units in axes.items() if units is not None}
+        layers = (layer.with_units(self.dense, changes) if layer.index == index else layer for layer in self.layers)
+        return replace(self, layers=tuple(layers))
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
@@ -167,9 +378,13 @@ class PrunePlan:
 
     @property
     def is_uniform(self) -> bool:
-        """True when every kept layer has the same widths and no sub-block is skipped."""
-        first = self.layers[0].widths if self.layers else (0, 0, 0)
-        return all(layer.widths == first for layer in self.layers) and all(first)
+        """True when every kept layer of a kind has the same widths and no block is removed."""
+        sizes: dict[str, dict[str, dict[str, int]]] = {}
+        return all(
+            layer.sizes == sizes.setdefault(layer.kind, layer.sizes)
+            and all(layer.keeps(block) for block in self.dense.kinds[layer.kind])
+            for layer in self.layers
+        )
 
     @property
     def is_identity(self) -> bool:
@@ -188,8 +403,9 @@ class PrunePlan:
 
     def _problems(self) -> list[str]:
         dense = self.dense
-        if dense.num_key_value_heads < 1 or dense.num_attention_heads % dense.num_key_value_heads:
-            return [f"{dense.num_attention_heads} query heads do not divide into {dense.num_key_value_heads} KV heads."]
+        problems = _size_problems(dense)
+        if problems:
+            return problems
         problems = _index_problems("hidden", self.hidden, dense.hidden_size)
         problems += _index_problems("layers", self.kept_layers, dense.num_layers)
         if not self.hidden:
@@ -197,7 +413,8 @@ class PrunePlan:
         if not self.layers:
             problems.append("no layer is left; keep at least one.")
         for layer in self.layers:
-            problems += _layer_problems(layer, dense)
+            if 0 <= layer.index < dense.num_layers:
+                problems += _layer_problems(layer, dense)
         return problems
 
     def summary(self) -> str:
@@ -206,10 +423,11 @@ class PrunePlan:
         parts = [
             f"{len(self.layers)} of {dense.num_layers} layers",
             f"hidden {len(self.hidden)} of {dense.hidden_size}",
-            f"query heads {spread(len(x.query_heads) for x in self.layers)} of {dense.num_attention_heads}",
-            f"KV heads {spread(len(x.kv_heads) for x in self.layers)} of {dense.num_key_value_heads}",
-            f"FFN {spread(len(x.ffn) for x in self.layers)} of {dense.intermediate_size}",
         ]
+        for axis in dense.axes:
+            kept = spread(len(x.units(axis)) for x in self.layers if dense.units(axis, x.index))
+            whole = spread(n for i in range(dense.num_layers) if (n := dense.units(axis, i)))
+            parts.append(f"{AXIS_NAMES.get(axis, axis)} {kept} of {whole}")
         return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,14 +435,16 @@ class PrunePlan:
         return {
             "version": PLAN_VERSION,
             "model_type": self.model_type,
-            "dense": asdict(self.dense),
+            "dense": self.dense.to_dict(),
             "hidden": format_ranges(self.hidden),
             "layers": [
                 {
                     "index": layer.index,
-                    "query_heads": format_ranges(layer.query_heads),
-                    "kv_heads": format_ranges(layer.kv_heads),
-                    "ffn": format_ranges(layer.ffn),
+                    "kind": layer.kind,
+                    "blocks": {
+                        name: {axis: format_ranges(units) for axis, units in axes.items()}
+                        for name, axes in layer.blocks.items()
+                    },
                 }
                 for layer in self.layers
             ],
@@ -232,22 +452,23 @@ class PrunePlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_dict` wrote, and validate it.
+        """Read what :meth:`to_dict` wrote, or a plan of version 1, and validate it.
 
         Raises:
             PlanError: a wrong version, a missing or unknown key, a value of the wrong kind, or an
                 inconsistent plan.
         """
         version = data.get("version") if isinstance(data, Mapping) else None
-        if isinstance(data, Mapping) and version != PLAN_VERSION:
-            raise PlanError(f"Plan version is {shown(version)}; this pyprune reads {PLAN_VERSION}.")
+        if isinstance(data, Mapping) and version not in (1, PLAN_VERSION):
+            raise PlanError(f"Plan version is {shown(version)}; this pyprune reads 1 and {PLAN_VERSION}.")
         _check_keys(data, PLAN_KEYS, "the plan")
-        dense = _sizes(data["dense"])
+        dense = Sizes.from_dict(data["dense"])
+        layers = _upgrade_layers(data["layers"], dense) if version == 1 else data["layers"]
         plan = cls(
             model_type=_text(data["model_type"], "model_type"),
             dense=dense,
             hidden=parse_ranges(data["hidden"], dense.hidden_size, "hidden"),
-            layers=_layers(data["layers"], dense),
+            layers=_layers(layers, dense),
         )
         plan.validate()
         return plan
@@ -270,7 +491,7 @@ class PrunePlan:
         return cls.from_dict(data)
 
 
-def kv_head_of(query_head: int, dense: Sizes) -> int:
+def kv_head_of(query_head: int, dense: Sizes | BlockSizes) -> int:
     """The KV head that a query head reads (consecutive query heads share one)."""
     return query_head // dense.group_size
 
@@ -324,25 +545,100 @@ def _run(part: str, name: str) -> range:
     return range(low, high + 1)
 
 
-def _sizes(data: Any) -> Sizes:
-    names = [field.name for field in fields(Sizes)]
-    _check_keys(data, names, "dense")
-    sizes = Sizes(**{name: _count(data[name], f"dense.{name}", least=1) for name in names})
-    units = sizes.num_attention_heads + sizes.num_key_value_heads + sizes.intermediate_size
-    whole = sizes.num_layers * units + sizes.hidden_size + sizes.num_attention_heads * sizes.head_dim
-    if sizes.num_layers > MAX_LAYERS or whole > MAX_INDICES:
+def _check_bounds(sizes: Sizes) -> None:
+    """Refuse sizes that no model has, before any index set is expanded."""
+    blocks = [block for layer in sizes.layers for block in sizes.kinds[layer].values()]
+    units = sum(sum(block.axes.values()) for block in blocks)
+    widest = max((n * block.channels(axis) for block in blocks for axis, n in block.axes.items()), default=0)
+    if units + sizes.hidden_size + widest > MAX_INDICES:
         raise PlanError(
-            f"The plan is for {sizes.num_layers} layers of {units} heads and FFN channels; at most {MAX_LAYERS} layers "
-            f"and {MAX_INDICES:,} indices in all are read. The plan is damaged."
+            f"The plan is for {sizes.num_layers} layers with {units:,} heads and channels; at most {MAX_INDICES:,} "
+            "indices in all are read. The plan is damaged."
         )
-    return sizes
+
+
+def _named(data: Any, where: str) -> Mapping[str, Any]:
+    """Check that data is an object whose entries have names."""
+    if not isinstance(data, Mapping) or not data:
+        raise PlanError(f"{where} is {shown(data)}; expected a JSON object with at least one entry.")
+    for name in data:
+        _name(name, where)
+    return data
+
+
+def _blocks(data: Any, where: str) -> dict[str, BlockSizes]:
+    """Read the sizes of the blocks of one kind of layer."""
+    blocks: dict[str, BlockSizes] = {}
+    for name, entry in _named(data, f"{where}.blocks").items():
+        place = f"{where}.blocks.{name}"
+        if not isinstance(entry, Mapping):
+            raise PlanError(f"{place} is {shown(entry)}; expected a JSON object with its sizes.")
+        sizes = {_name(axis, place): _count(n, f"{place}.{axis}", least=1) for axis, n in entry.items()}
+        head_dim = sizes.pop(HEAD_DIM, None)
+        blocks[name] = BlockSizes(sizes, head_dim)
+    return blocks
+
+
+def _kinds_of_layers(ranges: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kind of every layer from the layers of every kind as range text; each layer must have one."""
+    kinds: dict[int, str] = {}
+    for kind, text in ranges.items():
+        layers = parse_ranges(text, MAX_LAYERS, f"dense.kinds.{kind}.layers")
+        twice = [i for i in layers if i in kinds]
+        if twice or not layers:
+            raise PlanError(f"dense.kinds.{kind}.layers: {f'layer {twice[0]} has two kinds' if twice else 'no layer'}.")
+        kinds |= dict.fromkeys(layers, kind)
+    missing = [i for i in range(len(kinds)) if i not in kinds]
+    if missing:
+        raise PlanError(f"dense.kinds: layer {missing[0]} has no kind; each layer up to {max(kinds)} must have one.")
+    return tuple(kinds[i] for i in range(len(kinds)))
+
+
+_SIZES_1 = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+"""Keys of ``dense`` in version 1."""
+_BLOCKS_1 = {"attention": ("query_heads", "kv_heads"), "mlp": ("ffn",)}
+"""Blocks of every layer in version 1, with their axes; a block without units was removed."""
+
+
+def _upgrade_sizes(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn ``dense`` of version 1 into that of version 2."""
+    _check_keys(data, _SIZES_1, "dense")
+    layers, hidden, heads, kv_heads, head_dim, ffn, vocab = (
+        _count(data[name], f"dense.{name}", least=1) for name in _SIZES_1
+    )
+    attention = {"query_heads": heads, "kv_heads": kv_heads, HEAD_DIM: head_dim}
+    kind = {"layers": f"0-{layers - 1}", "blocks": {"attention": attention, "mlp": {"ffn": ffn}}}
+    return {"hidden_size": hidden, "vocab_size": vocab, "kinds": {DECODER: kind}}
+
+
+def _upgrade_layers(data: Any, dense: Sizes) -> list[dict[str, Any]]:
+    """Turn ``layers`` of version 1 into those of version 2."""
+    upgraded = []
+    for entry in _list_of_layers(data):
+        _check_keys(entry, ("index", *chain.from_iterable(_BLOCKS_1.values())), "a layer")
+        blocks = {name: {axis: entry[axis] for axis in axes} for name, axes in _BLOCKS_1.items()}
+        kept = {name: axes for name, axes in blocks.items() if any(text != "" for text in axes.values())}
+        upgraded.append({"index": entry["index"], "kind": DECODER, "blocks": kept})
+    return upgraded
+
+
+def _list_of_layers(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise PlanError(f"layers is {shown(data)}; expected a list with one JSON object for every layer that stays.")
+    return data
 
 
 def _layers(data: Any, dense: Sizes) -> tuple[LayerPlan, ...]:
-    if not isinstance(data, list):
-        raise PlanError(f"layers is {shown(data)}; expected a list with one JSON object for every layer that stays.")
     before = -1
-    for entry in data:
+    for entry in _list_of_layers(data):
         _check_keys(entry, LAYER_KEYS, "a layer")
         index = _count(entry["index"], "layer index")
         if not before < index < dense.num_layers:
@@ -354,13 +650,21 @@ def _layers(data: Any, dense: Sizes) -> tuple[LayerPlan, ...]:
 
 
 def _layer(entry: Mapping[str, Any], dense: Sizes) -> LayerPlan:
-    where = f"layer {entry['index']}"
-    return LayerPlan(
-        index=entry["index"],
-        query_heads=parse_ranges(entry["query_heads"], dense.num_attention_heads, f"{where} query_heads"),
-        kv_heads=parse_ranges(entry["kv_heads"], dense.num_key_value_heads, f"{where} kv_heads"),
-        ffn=parse_ranges(entry["ffn"], dense.intermediate_size, f"{where} ffn"),
-    )
+    index, blocks = entry["index"], entry["blocks"]
+    where, known = f"layer {index}", dense.blocks(index)
+    if not isinstance(blocks, Mapping):
+        raise PlanError(f"{where}: blocks is {shown(blocks)}; expected a JSON object with the blocks that are kept.")
+    for name in blocks:
+        if name not in known:
+            raise PlanError(did_you_mean(str(name)[:80], known, f"block of {where}"))
+    kept = {name: blocks[name] for name in known if name in blocks}
+    for name, axes in kept.items():
+        _check_keys(axes, tuple(known[name].axes), f"{name} of {where}")
+    read = {
+        name: {axis: parse_ranges(axes[axis], n, f"{where} {axis}") for axis, n in known[name].axes.items()}
+        for name, axes in kept.items()
+    }
+    return LayerPlan(index, _text(entry["kind"], f"{where}: kind"), read)
 
 
 def _check_keys(data: Any, known: Sequence[str], where: str) -> None:
@@ -382,25 +686,67 @@ def _index_problems(name: str, indices: Sequence[int], size: int) -> list[str]:
     return [f"{name}: {outside[:5]} lie outside 0..{size - 1}."] if outside else []
 
 
+def _size_problems(dense: Sizes) -> list[str]:
+    """Return the problems of the dense sizes themselves."""
+    problems = []
+    for kind, blocks in dense.kinds.items():
+        axes = [axis for block in blocks.values() for axis in block.axes]
+        problems += [f"{kind}: two blocks own the axis {axis}." for axis in dict.fromkeys(axes) if axes.count(axis) > 1]
+        for name, block in blocks.items():
+            if any(axis.endswith("heads") for axis in block.axes) and not block.head_dim:
+                problems.append(f"{kind}: {name} has heads and no {HEAD_DIM}.")
+            if _is_grouped(block):
+                heads, kv_heads = block.axes["query_heads"], block.axes["kv_heads"]
+                if kv_heads < 1 or heads % kv_heads:
+                    problems.append(f"{heads} query heads do not divide into {kv_heads} KV heads.")
+    return problems
+
+
+def _is_grouped(block: BlockSizes) -> bool:
+    return "query_heads" in block.axes and "kv_heads" in block.axes
+
+
 def _layer_problems(layer: LayerPlan, dense: Sizes) -> list[str]:
-    where = f"layer {layer.index}"
-    problems = _index_problems(f"{where} query_heads", layer.query_heads, dense.num_attention_heads)
-    problems += _index_problems(f"{where} kv_heads", layer.kv_heads, dense.num_key_value_heads)
-    problems += _index_problems(f"{where} ffn", layer.ffn, dense.intermediate_size)
-    if problems:
+    where, known = f"layer {layer.index}", dense.blocks(layer.index)
+    if layer.kind != dense.layers[layer.index]:
+        return [f"{where}: its kind is {dense.layers[layer.index]!r}, not {shown(layer.kind)}."]
+    problems = [f"{where}: the model has no block {shown(name)} there." for name in layer.blocks if name not in known]
+    if not layer.blocks:
+        problems.append(f"{where}: no block is left; drop the layer instead.")
+    for name, block in known.items():
+        if layer.keeps(name):
+            problems += _block_problems(where, name, layer.blocks[name], block)
+        elif not block.axes:
+            problems.append(f"{where}: {name} has no axis; it is removed only with its whole layer.")
+    return problems
+
+
+def _block_problems(where: str, name: str, kept: Mapping[str, Units], block: BlockSizes) -> list[str]:
+    """Return the problems of the kept units of one block."""
+    if kept.keys() != block.axes.keys():
+        expected, named = ", ".join(block.axes) or "no axis", ", ".join(kept) or "none"
+        return [f"{where}: {name} has {expected}; the plan names {named}."]
+    problems = []
+    for axis, units in kept.items():
+        problems += _index_problems(f"{where} {axis}", units, block.axes[axis])
+        if not units:
+            problems.append(f"{where}: {axis} is empty; remove the block {name} instead.")
+    if problems or not _is_grouped(block):
         return problems
-    per_group = dict.fromkeys(layer.kv_heads, 0)
-    for head in layer.query_heads:
-        kv = kv_head_of(head, dense)
+    return _group_problems(where, kept["query_heads"], kept["kv_heads"], block)
+
+
+def _group_problems(where: str, query_heads: Units, kv_heads: Units, block: BlockSizes) -> list[str]:
+    per_group = dict.fromkeys(kv_heads, 0)
+    for head in query_heads:
+        kv = kv_head_of(head, block)
         if kv not in per_group:
             return [f"{where}: query head {head} reads KV head {kv}, which is removed."]
         per_group[kv] += 1
-    if len(set(per_group.values())) > 1 or 0 in per_group.values():
-        counts = ", ".join(f"KV head {kv}: {n}" for kv, n in per_group.items())
-        problems.append(f"{where}: every kept KV head needs equally many query heads ({counts}).")
-    if not layer.query_heads and not layer.ffn:
-        problems.append(f"{where}: both sub-blocks are empty; drop the layer instead.")
-    return problems
+    if len(set(per_group.values())) == 1 and 0 not in per_group.values():
+        return []
+    counts = ", ".join(f"KV head {kv}: {n}" for kv, n in per_group.items())
+    return [f"{where}: every kept KV head needs equally many query heads ({counts})."]
 
 
 def spread(values: Iterable[int]) -> str:
@@ -414,6 +760,12 @@ def spread(values: Iterable[int]) -> str:
 def _count(value: Any, name: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= MAX_INDEX:
         raise PlanError(f"{name} is {shown(value)}; expected a whole number from {least} to {MAX_INDEX}.")
+    return value
+
+
+def _name(value: Any, where: str) -> str:
+    if not isinstance(value, str) or len(value) > 100 or not value.isidentifier():
+        raise PlanError(f"{where} holds the name {shown(value)}; expected one of letters, digits and underscores.")
     return value
 
 

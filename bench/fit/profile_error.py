@@ -22,7 +22,6 @@ import argparse
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -40,7 +39,7 @@ from pyprune.fit.profiling.probes import Model, dense_config, write_served
 from pyprune.fit.profiling.timing import ProfileOptions, take_profile
 from pyprune.fit.profiling.turns import EngineGroup, cache_bytes, room_for, written_bytes
 from pyprune.fit.quantities import Quantity
-from pyprune.plan import PrunePlan
+from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
 from pyprune.runtime.report import Table, markdown_table
@@ -129,7 +128,7 @@ class Bench:
                     "name": name,
                     "engine": self.engine,
                     "dtype": self.dtype,
-                    "dense": asdict(plan.dense),
+                    "dense": plan.dense.to_dict(),
                     "measured": measured,
                     "environment": self.environment,
                 }
@@ -151,7 +150,7 @@ def table(rows: Sequence[Json], profile: Profile) -> str:
     Raises:
         ConfigError: there is no row of that model.
     """
-    rows = [row for row in rows if row["dense"] == asdict(profile.dense)]
+    rows = [row for row in rows if Sizes.from_dict(row["dense"]) == profile.dense]
     if not rows:
         raise ConfigError(
             f"No row of {profile.engine} is recorded on the machine of this profile, of its model; run the bench "

@@ -37,9 +37,9 @@ RECORDS = Path(__file__).resolve().parents[1] / "results" / "solve.jsonl"
 SEED = 0
 COLUMNS = ("shape", "budget", "choices a layer", "solutions", "wall s", "CPU s", "loss", "others' losses", "kept")
 SHAPES = {
-    "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152),
-    "llama-7b": Sizes(32, 4096, 32, 32, 128, 11008, 32000),
-    "llama-70b": Sizes(80, 8192, 64, 8, 128, 28672, 128256),
+    "smollm2-135m": Sizes.decoder(30, 576, 9, 3, 64, 1536, 49152),
+    "llama-7b": Sizes.decoder(32, 4096, 32, 32, 128, 11008, 32000),
+    "llama-70b": Sizes.decoder(80, 8192, 64, 8, 128, 28672, 128256),
 }
 BUDGETS = (
     "parameters=80%",

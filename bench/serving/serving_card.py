@@ -152,7 +152,7 @@ class Bench:
         return folder
 
     def _add(self, kind: str, key: str, mode: str, names: Sequence[str], **figures: Any) -> None:
-        about = {"model": self.name, "names": list(names), "sizes": asdict(self.plans[DENSE].dense)}
+        about = {"model": self.name, "names": list(names), "sizes": self.plans[DENSE].dense.to_dict()}
         about |= {"mode": mode, "environment": self.environment}
         self.records.add({"kind": kind, "key": key, **about, **figures})
         say(f"{kind}, {mode}: recorded.")

@@ -72,13 +72,13 @@ def _release_tables(rows: Sequence[Json], rates: Json, release: str) -> list[str
 
 def layers_of(row: Json, name: str) -> list[Any]:
     """Return the widths of a model's layers, which follow from the dense sizes."""
-    dense = PrunePlan.identity("llama", Sizes(**row["sizes"]))
+    dense = PrunePlan.identity("llama", Sizes.from_dict(row["sizes"]))
     return [layer.widths for layer in {DENSE: dense, **card_plans(dense)}[name].layers]
 
 
 def capacity_table(records: Sequence[Json]) -> str:
     """Return the parameters and the key-value cache of every model of one dense model's records."""
-    sizes = Sizes(**records[0]["sizes"])
+    sizes = Sizes.from_dict(records[0]["sizes"])
     whole = parameters(sizes, layers_of(records[0], DENSE))
     rows: dict[str, tuple[Cell, ...]] = {}
     for name in dict.fromkeys(name for record in records for name in record["names"]):
@@ -115,7 +115,7 @@ def _comparison(
     """Return the cells that compare a model with the dense one; empty ones for the dense model itself."""
     if name == DENSE:
         return (None,) * (1 + len(IDEAL_COLUMNS))
-    sizes = Sizes(**record["sizes"])
+    sizes = Sizes.from_dict(record["sizes"])
     dense, smaller = (work(sizes, layers_of(record, which), load) for which in (DENSE, name))
     best = ideal(dense, smaller, Rates(rates["flops"], rates["bytes"]))
     reached = f"{figures['ratio'] / best.ratio:.1%}"

@@ -151,7 +151,7 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
     Raises:
         UnsupportedModelError: no table row describes ``name``.
     """
-    row, index = family.match(name)
+    row, index = family.match(name, plan.dense.layers)
     position = {layer.index: i for i, layer in enumerate(plan.layers)}
     layer: LayerPlan | None = None
     if index is not None:

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pyprune.cut.target import Target, choose_target
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, check_plan, family_for
-from pyprune.families.base import BLOCKS, Block, kept_indices
+from pyprune.families.base import Block, axis_width, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.activations import gather_moments
 from pyprune.probe.streams import LayerRunner
@@ -81,9 +81,10 @@ def compensate_(
     runner = LayerRunner.of(model)
     family = runner.family
     check_plan(plan, family, runner.model.config)
-    removed = _all_lost_inputs(plan)
+    removed = _all_lost_inputs(plan, family)
     losing = {place: lost for place, lost in removed.items() if lost}
-    skipped = sum(lost is None for lost in removed.values()) + len(BLOCKS) * len(plan.removed_layers)
+    skipped = sum(lost is None for lost in removed.values())
+    skipped += sum(len(plan.dense.blocks(index)) for index in plan.removed_layers)
     if not losing:
         return CompensationReport(0, skipped, 0, 0)
     names = {place: _output_name(family, *place) for place in losing}
@@ -100,21 +101,24 @@ def compensate_(
     return CompensationReport(len(losing), skipped, samples.numel(), added)
 
 
-def _all_lost_inputs(plan: PrunePlan) -> dict[tuple[int, Block], list[int] | None]:
+def _all_lost_inputs(plan: PrunePlan, family: Family) -> dict[tuple[int, Block], list[int] | None]:
     """(layer, block) -> :func:`_lost_inputs`, of the kept layers."""
-    return {(layer.index, block): _lost_inputs(layer, block, plan) for layer in plan.layers for block in BLOCKS}
+    return {
+        (layer.index, block): _lost_inputs(layer, block, plan, family)
+        for layer in plan.layers
+        for block in plan.dense.blocks(layer.index)
+    }
 
 
-def _lost_inputs(layer: LayerPlan, block: Block, plan: PrunePlan) -> list[int] | None:
+def _lost_inputs(layer: LayerPlan, block: Block, plan: PrunePlan, family: Family) -> list[int] | None:
     """Return the input channels that a block's output projection loses; None if the whole block is removed."""
-    kept = kept_indices("heads" if block == "attention" else "ffn", layer, plan)
-    if kept is None:
-        return []
-    if not kept:
+    if not layer.keeps(block):
         return None
-    dense = plan.dense
-    width = dense.num_attention_heads * dense.head_dim if block == "attention" else dense.intermediate_size
-    return sorted(set(range(width)) - set(kept))
+    if layer.is_whole(block, plan.dense):
+        return []
+    _, (axis,) = family.output_row(block).dimensions
+    kept = kept_indices(axis, layer, plan)
+    return [] if kept is None else sorted(set(range(axis_width(axis, plan.dense, layer.index))) - set(kept))
 
 
 @torch.no_grad()
@@ -157,7 +161,7 @@ def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Targe
         UnsupportedModelError: the family cannot carry the biases.
     """
     family = family_for(model)
-    added = biases and any(_all_lost_inputs(plan).values())
+    added = biases and any(_all_lost_inputs(plan, family).values())
     return choose_target(family, compensated_config(model, family) if added else model.config, plan)
 
 
@@ -175,7 +179,8 @@ def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConf
 
 def _projections_without_bias(model: PreTrainedModel, family: Family) -> dict[str, nn.Linear]:
     """Return the output projections without a bias, by name."""
-    names = [_output_name(family, index, block) for index in range(len(family.layers(model))) for block in BLOCKS]
+    layers = enumerate(family.blocks_of_layers(model.config))
+    names = [_output_name(family, index, block) for index, blocks in layers for block in blocks]
     projections = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
     missing = {name: module for name, module in projections.items() if module.bias is None}
     if missing and not family.carries_output_bias:

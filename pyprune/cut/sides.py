@@ -199,7 +199,7 @@ class CopiedLayers(CutSide):
 
     def _to_gauge(self, index: int, name: str, layer: nn.Module) -> Tensor:
         weight = layer.get_parameter(name).detach()
-        row, _ = self.family.match(f"{self.family.layers_path}.{index}.{name}")
+        row, _ = self.family.match(f"{self.family.layers_path}.{index}.{name}", self.plan.dense.layers)
         return gauge_weight(weight, row, self.plan.hidden) if self.gauge else weight
 
 

@@ -33,7 +33,7 @@ def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
     kept: list[tuple[Part, tuple[Block, ...], list[Part]]] = []
     lost: list[Part] = []
     for index in range(plan.dense.num_layers):
-        for part in parts_of(family, index):
+        for part in parts_of(family, index, tuple(plan.dense.blocks(index))):
             writers = _writers(part, layers.get(index))
             if writers:
                 kept.append((part, writers, []))
@@ -50,10 +50,9 @@ def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
 def _writers(part: Part, layer: LayerPlan | None) -> tuple[Block, ...]:
     if layer is None:
         return ()
-    return tuple(block for block in part.blocks if (layer.query_heads if block == "attention" else layer.ffn))
+    return tuple(block for block in part.blocks if layer.keeps(block))
 
 
 def _whole(part: Part, layer: LayerPlan, plan: PrunePlan) -> bool:
-    """Check whether the blocks of a part keep all their heads and channels."""
-    heads = "attention" not in part.blocks or len(layer.query_heads) == plan.dense.num_attention_heads
-    return heads and ("mlp" not in part.blocks or len(layer.ffn) == plan.dense.intermediate_size)
+    """Check whether the blocks of a part keep all their units."""
+    return all(layer.is_whole(block, plan.dense) for block in part.blocks)

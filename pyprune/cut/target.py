@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
-from pyprune.families.base import Axis
+from pyprune.families.base import Axis, axis_width, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 
@@ -55,11 +55,10 @@ def zero_biases(
 ) -> Iterator[tuple[str, Tensor]]:
     """Biases that the stock target has and the source lacks: (name, zeros)."""
     for i, layer in enumerate(plan.layers):
-        heads, kv_heads, ffn = layer.widths
-        head_dim = plan.dense.head_dim
-        width = {"hidden": len(plan.hidden), "heads": heads * head_dim, "kv_heads": kv_heads * head_dim, "ffn": ffn}
         for pattern, axis in target.zero_biases:
-            yield pattern.replace("{i}", str(i)), torch.zeros(width[axis], dtype=dtype, device=device)
+            kept = kept_indices(axis, layer, plan)
+            width = axis_width(axis, plan.dense, layer.index) if kept is None else len(kept)
+            yield pattern.replace("{i}", str(i)), torch.zeros(width, dtype=dtype, device=device)
 
 
 def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) -> dict[str, Any]:
@@ -84,7 +83,8 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
 
 
 def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget) -> PretrainedConfig:
-    heads, kv_heads, ffn = plan.layers[0].widths
+    # Layers of another kind may have no attention.
+    heads, kv_heads, ffn = (max(layer.widths[axis] for layer in plan.layers) for axis in range(3))
     values = _common_values(family, config, plan)
     values |= {"num_attention_heads": heads, family.intermediate_field: ffn}
     if family.has_head_dim_field:
@@ -123,11 +123,11 @@ def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple
         most: query and KV heads that a layer without attention is given.
     """
     heads, kv_heads, ffn = layer.widths
-    skip = [block for block, width in (("attention", heads), ("mlp", ffn)) if not width]
+    skip = [block for block in dense.blocks(layer.index) if not layer.keeps(block)]
     usual = {
-        "num_attention_heads": (heads or most[0], dense.num_attention_heads),
-        "num_key_value_heads": (kv_heads or most[1], dense.num_key_value_heads),
-        family.intermediate_field: (ffn, dense.intermediate_size),
+        "num_attention_heads": (heads or most[0], dense.units("query_heads", layer.index)),
+        "num_key_value_heads": (kv_heads or most[1], dense.units("kv_heads", layer.index)),
+        family.intermediate_field: (ffn, dense.units("ffn", layer.index)),
     }
-    changed = {name: width for name, (width, whole) in usual.items() if width and width != whole}
+    changed = {name: width for name, (width, whole) in usual.items() if width and whole and width != whole}
     return {"skip": skip, **changed} if skip else changed

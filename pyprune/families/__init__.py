@@ -217,5 +217,6 @@ def named_axes(model: PreTrainedModel) -> list[NamedParam]:
         UnsupportedModelError: an unknown model type, or a parameter that no row describes.
     """
     family = dense_family(model)
-    pairs = ((name, parameter, *family.match(name)) for name, parameter in model.named_parameters())
+    kinds = family.layer_kinds(model.config)
+    pairs = ((name, parameter, *family.match(name, kinds)) for name, parameter in model.named_parameters())
     return [NamedParam(*pair) for pair in pairs]

@@ -8,32 +8,36 @@ No torch is imported: a table also describes a model whose weights are not in me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from pyprune.errors import PlanError, UnsupportedModelError
+from pyprune.errors import PlanError, UnsupportedModelError, did_you_mean
 from pyprune.families.gguf_forms import GgufForm
-from pyprune.plan import LayerPlan, PrunePlan, Sizes
+from pyprune.plan import DECODER, BlockSizes, LayerPlan, PrunePlan, Sizes, attention_and_mlp
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-Axis = Literal[
-    "vocab", "positions", "hidden", "heads", "kv_heads", "ffn", "head_dim", "inner", "each_head", "each_kv_head"
-]
-PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
-"""Axis that counts heads -> the axis that counts their channels."""
+Axis = str
+"""Name of what a dimension counts: one of :data:`SHARED_AXES`, or an axis that :attr:`Family.kinds` gives a block."""
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
-FUSIBLE: tuple[Axis, ...] = ("heads", "kv_heads", "ffn")
-"""Axes that may share a dimension with others."""
-Block = Literal["attention", "mlp"]
+SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner")
+"""Axes that no block owns. ``inner`` is the inside of a block that is kept whole. Of these a plan cuts hidden only."""
+PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
+"""Axis that counts heads -> the axis that counts their channels."""
+PLAN_AXES: Mapping[Axis, str] = {"heads": "query_heads"}
+"""Axis of a table -> its name in plans, where they differ."""
+Block = str
+"""Name of a block of a layer, a key of :attr:`Family.kinds`."""
 BLOCKS: tuple[Block, ...] = ("attention", "mlp")
-"""In the order in which a layer runs them."""
+"""The blocks of a usual decoder layer, in the order in which it runs them. They can be removed without their layer."""
+KINDS: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = {DECODER: {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)}}
+"""The kinds of layers of a usual decoder: kind -> block -> axes that it owns."""
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
     "reader",  # reads the stream, normalised where the family has pre-norms
@@ -58,10 +62,11 @@ class Row:
         block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
         width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
             for the parameter of the normalised projection, weight for that norm's weight.
+        kind: the kind of layers that has the parameter; None = every kind, or it is outside the layers.
 
     Raises:
-        UnsupportedModelError: a fused dimension with another axis than those in :data:`FUSIBLE`, a second one, or one
-            that ``width_norm`` would normalise as a whole.
+        UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
+            ``width_norm`` would normalise as a whole.
     """
 
     pattern: str
@@ -69,13 +74,14 @@ class Row:
     role: Role
     block: Block | None = None
     width_norm: Literal["", "input", "weight"] = ""
+    kind: str | None = None
 
     def __post_init__(self) -> None:
         fused = [axes for axes in self.dimensions if len(axes) > 1]
-        other = [axis for axes in fused for axis in axes if axis not in FUSIBLE]
+        other = [axis for axes in fused for axis in axes if axis in SHARED_AXES or axis in PER_HEAD]
         if other:
             raise UnsupportedModelError(
-                f"The row {self.pattern!r} fuses the axis {other[0]!r} with others; only {', '.join(FUSIBLE)} can be."
+                f"The row {self.pattern!r} fuses the axis {other[0]!r} with others; only axes of its block can be."
             )
         if len(fused) > 1:
             raise UnsupportedModelError(f"The row {self.pattern!r} has {len(fused)} fused dimensions; it can have one.")
@@ -191,6 +197,20 @@ def _unknown_lists(config: PretrainedConfig, known: tuple[str, ...]) -> Iterator
             yield name
 
 
+def alike_layers(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the kind of every layer of a model whose layers are alike."""
+    return (DECODER,) * int(config.num_hidden_layers)
+
+
+def decoder_blocks(family: Family, config: PretrainedConfig, kind: str) -> dict[Block, BlockSizes]:
+    """Return the sizes of attention and MLP in the usual fields of a configuration, the same for every kind."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    explicit = getattr(config, "head_dim", None) if family.has_head_dim_field else None
+    ffn = getattr(config, family.intermediate_field)
+    return attention_and_mlp(heads, kv_heads, explicit or config.hidden_size // heads, ffn)
+
+
 @dataclass(frozen=True)
 class Family:
     """Everything that pyprune knows about one model type.
@@ -203,6 +223,10 @@ class Family:
         layers_path: dotted path of the ModuleList of decoder layers.
         attention_module: name of the attention module inside a layer.
         mlp_modules: names of the modules inside a layer that make up its MLP, in order.
+        kinds: kind of layer -> its blocks in the order in which it runs them -> the axes that each block owns. A block
+            without axes is closed: it is kept whole, and is removed only with its layer.
+        layer_kinds: (config) -> kind of every layer.
+        block_sizes: (family, config, kind) -> sizes of the blocks of a kind, in order.
         norm: rms (RMSNorm) or layer (LayerNorm with mean subtraction).
         unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
@@ -227,6 +251,9 @@ class Family:
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported; None = it is.
         unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or None.
+
+    Raises:
+        UnsupportedModelError: a row names a kind, block or axis that the family does not have.
     """
 
     model_type: str
@@ -236,6 +263,9 @@ class Family:
     layers_path: str = "model.layers"
     attention_module: str = "self_attn"
     mlp_modules: tuple[str, ...] = ("mlp",)
+    kinds: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = field(default_factory=lambda: KINDS, hash=False)
+    layer_kinds: Callable[[PretrainedConfig], tuple[str, ...]] = alike_layers
+    block_sizes: Callable[[Family, PretrainedConfig, str], Mapping[Block, BlockSizes]] = decoder_blocks
     norm: Literal["rms", "layer"] = "rms"
     unit_offset_norm: bool = False
     scaled_embedding: bool = False
@@ -255,6 +285,21 @@ class Family:
     gguf: tuple[GgufForm, ...] | str = "pyprune has no layout for this family."
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
     unserved: Callable[[Mapping[str, Any]], str | None] = lambda config: None
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            where = f"of the row {row.pattern!r} ({self.model_type})"
+            if row.kind is not None and row.kind not in self.kinds:
+                raise UnsupportedModelError(did_you_mean(row.kind, self.kinds, f"kind {where}"))
+            blocks = [self.kinds[row.kind]] if row.kind else list(self.kinds.values())
+            names = {name for kind in blocks for name in kind}
+            if row.block is not None and row.block not in names:
+                raise UnsupportedModelError(did_you_mean(row.block, names, f"block {where}"))
+            axes = {axis for kind in blocks for axis in kind.get(row.block or "", ())}
+            axes |= {axis for axis, channels in PER_HEAD.items() if channels in axes}
+            for axis in (axis for dimension in row.dimensions for axis in dimension):
+                if axis not in axes and axis not in SHARED_AXES:
+                    raise UnsupportedModelError(did_you_mean(axis, {*axes, *SHARED_AXES}, f"axis {where}"))
 
     @cached_property
     def reads_raw_stream(self) -> bool:
@@ -297,18 +342,9 @@ class Family:
 
     def sizes(self, config: PretrainedConfig) -> Sizes:
         """Read the dense sizes off a configuration."""
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        explicit = getattr(config, "head_dim", None) if self.has_head_dim_field else None
-        return Sizes(
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=explicit or config.hidden_size // heads,
-            intermediate_size=getattr(config, self.intermediate_field),
-            vocab_size=config.vocab_size,
-        )
+        layers = self.layer_kinds(config)
+        kinds = {kind: self.block_sizes(self, config, kind) for kind in self.kinds if kind in layers}
+        return Sizes(config.hidden_size, config.vocab_size, kinds, layers)
 
     def gauges(self, config: PretrainedConfig) -> bool:
         """True when slicing the hidden axis goes through the gauge.
@@ -341,16 +377,23 @@ class Family:
         offset = self.offset(row)
         return values + offset if offset else values
 
-    def match(self, name: str) -> tuple[Row, int | None]:
-        """Find the row of a parameter name.
+    def match(self, name: str, kinds: Sequence[str] = ()) -> tuple[Row, int | None]:
+        """Find the row of a parameter name, and the index of its layer (None outside the layers).
+
+        Args:
+            name: of the parameter.
+            kinds: kind of every layer, by the indices in names; () if no two kinds share a name.
 
         Raises:
             UnsupportedModelError: no row matches; a parameter is never ignored.
         """
         for row in self.rows:
             match = row.regex.match(name)
-            if match:
-                return row, int(match["i"]) if "i" in row.regex.groupindex else None
+            if match is None:
+                continue
+            index = int(match["i"]) if "i" in row.regex.groupindex else None
+            if index is None or row.kind is None or not kinds or (index < len(kinds) and kinds[index] == row.kind):
+                return row, index
         if "language_model." in name:
             advice = "It has the name of a text part of a larger model. Rename it without language_model."
         else:
@@ -375,40 +418,70 @@ class Family:
             if row.block == block and row.is_norm_weight
         )
 
+    def output_row(self, block: Block) -> Row:
+        """Return the row of the matrix [hidden, axis] through which ``block`` writes to the stream.
+
+        Raises:
+            UnsupportedModelError: it has none, or several.
+        """
+        rows = [row for row in self.rows if row.role == "writer" and row.block == block and len(row.axes) > 1]
+        if len(rows) != 1:
+            raise UnsupportedModelError(
+                f"The block {block!r} of {self.model_type!r} writes to the stream through {len(rows)} matrices, "
+                "and this step needs one. Choose a method that removes whole layers."
+            )
+        return rows[0]
+
     def output_projection(self, block: Block) -> str:
-        """Return the name inside a layer of the linear module through which ``block`` writes to the stream."""
-        axes = ("hidden", "heads" if block == "attention" else "ffn")
-        (pattern,) = [row.pattern for row in self.rows if row.role == "writer" and row.axes == axes]
-        return pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
+        """Return the name inside a layer of the linear module of :meth:`output_row`."""
+        return self.output_row(block).pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
+
+    def blocks_of_layers(self, config: PretrainedConfig) -> list[tuple[Block, ...]]:
+        """Return the blocks of every layer, in the order in which it runs them; of a cut model those of its layers."""
+        return [tuple(self.kinds[kind]) for kind in self.layer_kinds(config)]
+
+    def block_modules(self, block: Block) -> tuple[str, ...]:
+        """Return the names of the modules inside a layer that make up ``block``, in order.
+
+        Raises:
+            UnsupportedModelError: the block cannot be left out without its layer.
+        """
+        if block not in BLOCKS:
+            raise UnsupportedModelError(
+                f"The block {block!r} of {self.model_type!r} can only be left out with its whole layer. "
+                "Choose a method that removes layers."
+            )
+        return (self.attention_module,) if block == "attention" else self.mlp_modules
 
     def plan(self, config: PretrainedConfig) -> PrunePlan:
         """Return the identity plan of a model with this configuration."""
         return PrunePlan.identity(self.model_type, self.sizes(config))
 
 
-def axis_width(axis: Axis, dense: Sizes) -> int:
-    """Return the channels of a dense model along an axis that a plan can cut, or that can be fused."""
-    return {
-        "hidden": dense.hidden_size,
-        "heads": dense.num_attention_heads * dense.head_dim,
-        "kv_heads": dense.num_key_value_heads * dense.head_dim,
-        "ffn": dense.intermediate_size,
-        "each_head": dense.num_attention_heads,
-        "each_kv_head": dense.num_key_value_heads,
-    }[axis]
+def axis_width(axis: Axis, dense: Sizes, layer: int) -> int:
+    """Return the channels of a layer of a dense model along an axis that a plan can cut, or that can be fused."""
+    if axis == "hidden":
+        return dense.hidden_size
+    name, width = _unit_of(axis, dense, layer)
+    return dense.units(name, layer) * width
+
+
+def _unit_of(axis: Axis, dense: Sizes, layer: int) -> tuple[str, int]:
+    """Return the name in plans of an axis of a block, and the channels of one of its units."""
+    counted = PER_HEAD.get(axis, axis)
+    name = PLAN_AXES.get(counted, counted)
+    return name, 1 if axis in PER_HEAD else dense.channels(name, layer)
 
 
 def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
     """Return the kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
-    if layer is None or axis not in (*FUSIBLE, *PER_HEAD):
+    if layer is None or axis in SHARED_AXES:
         return None
-    units = {"heads": layer.query_heads, "kv_heads": layer.kv_heads, "ffn": layer.ffn}[PER_HEAD.get(axis, axis)]
-    if axis in PER_HEAD:
-        return units
-    width = 1 if axis == "ffn" else plan.dense.head_dim
-    if len(units) * width == axis_width(axis, plan.dense):
+    name, width = _unit_of(axis, plan.dense, layer.index)
+    units = layer.units(name)
+    if len(units) == plan.dense.units(name, layer.index):
         return None
     return tuple(unit * width + c for unit in units for c in range(width))
 
@@ -427,12 +500,12 @@ def kept_positions(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> list[t
 def _kept_along(axes: tuple[Axis, ...], layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
     """Return the kept positions along a dimension that counts these axes in a row."""
     kept = [kept_indices(axis, layer, plan) for axis in axes]
-    if all(indices is None for indices in kept):
-        return None
+    if len(kept) == 1 or layer is None or all(indices is None for indices in kept):
+        return kept[0]
     positions: list[int] = []
     start = 0
     for axis, indices in zip(axes, kept, strict=True):
-        width = axis_width(axis, plan.dense)
+        width = axis_width(axis, plan.dense, layer.index)
         positions += [start + i for i in (range(width) if indices is None else indices)]
         start += width
     return tuple(positions)
@@ -440,9 +513,7 @@ def _kept_along(axes: tuple[Axis, ...], layer: LayerPlan | None, plan: PrunePlan
 
 def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:
     """True when the row belongs to a sub-block that the plan leaves out of this layer."""
-    if layer is None or row.block is None:
-        return False
-    return not (layer.query_heads if row.block == "attention" else layer.ffn)
+    return layer is not None and row.block is not None and not layer.keeps(row.block)
 
 
 def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: PrunePlan) -> dict[str, tuple[int, ...]]:
@@ -456,7 +527,7 @@ def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: Pr
     layers = {layer.index: layer for layer in plan.layers}
     result: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        row, index = family.match(name)
+        row, index = family.match(name, plan.dense.layers)
         layer = layers.get(index) if index is not None else None
         if (index is not None and layer is None) or block_is_skipped(row, layer):
             continue
@@ -481,16 +552,15 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def cut_axes(plan: PrunePlan) -> set[str]:
-    """Return the axes of which a plan removes something: hidden, heads, ffn, and "layers"."""
-    dense, axes = plan.dense, set()
-    if len(plan.layers) < dense.num_layers:
-        axes.add("layers")
+    """Return the axes of which a plan removes something: "layers", hidden, and those of kept blocks (heads, ffn)."""
+    dense = plan.dense
+    axes = {"layers"} if len(plan.layers) < dense.num_layers else set()
     if plan.removed_hidden:
         axes.add("hidden")
-    if any(0 < len(layer.query_heads) < dense.num_attention_heads for layer in plan.layers):
-        axes.add("heads")
-    if any(0 < len(layer.ffn) < dense.intermediate_size for layer in plan.layers):
-        axes.add("ffn")
+    table_names = {name: axis for axis, name in PLAN_AXES.items()}
+    for name in dense.axes:
+        if any(0 < len(layer.units(name)) < dense.units(name, layer.index) for layer in plan.layers):
+            axes.add(table_names.get(name, name))
     return axes
 
 
@@ -498,7 +568,8 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
     """Refuse a plan made for another model.
 
     Raises:
-        PlanError: the plan is inconsistent, or its model type or dense sizes differ from the model's.
+        PlanError: the plan is inconsistent, its model type or dense sizes differ from the model's, or it removes a
+            block alone that can only be removed with its layer.
     """
     plan.validate()
     if plan.model_type != family.model_type:
@@ -514,3 +585,9 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
             f"The plan is for a dense model of {plan.dense}, but this model has {sizes}. "
             "Apply a plan to the dense model that it was made for."
         )
+    for layer in plan.layers:
+        for block in sizes.blocks(layer.index):
+            if not layer.keeps(block) and block not in BLOCKS:
+                raise PlanError(
+                    f"The plan removes the block {block!r} of layer {layer.index} alone. Keep it, or remove the layer."
+                )

@@ -41,9 +41,9 @@ def width_factor(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> float:
     """
     axis = row.dimensions[0][0]
     kept = kept_indices(axis, layer, plan) if row.width_norm else None
-    if not kept:
+    if not kept or layer is None:
         return 1.0
-    t = math.sqrt(len(kept) / axis_width(axis, plan.dense))
+    t = math.sqrt(len(kept) / axis_width(axis, plan.dense, layer.index))
     return t if row.width_norm == "input" else 1 / t
 
 

@@ -62,9 +62,11 @@ def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
         config: of the model.
         name: of the model, for the title.
     """
-    sizes: dict[str, Any] = vars(family.sizes(config))
+    sizes = family.sizes(config)
     closed = family.closed_axes(config)
     source = "own" if family.model_type in all_families() else "inferred"
-    rows = [("type", family.model_type), ("table", source), *sizes.items()]
+    rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", source)]
+    rows += [(f"{kind} layers", sizes.describe(kind)) for kind in sizes.kinds]
+    rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]
     rows += [(f"axis {axis}", f"closed: {closed[axis]}" if axis in closed else "open") for axis in AXES]
     return Table(name, ("", "value"), tuple(rows))

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, Config, option
-from pyprune.errors import BudgetError, ConfigError
+from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError
+from pyprune.families.base import BLOCKS
 from pyprune.fit.quantities import Widths
-from pyprune.plan import LayerPlan, PrunePlan, Sizes
+from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.records import digest
 
 if TYPE_CHECKING:
@@ -135,9 +136,14 @@ class Space:
 
         Raises:
             ConfigError: more layers are kept than the model has, or a hidden size is larger than the dense one.
+            UnsupportedModelError: the layers of the model differ, or have other blocks.
         """
         options.validate()
         dense = identity.dense
+        if any(tuple(blocks) != BLOCKS for blocks in dense.kinds.values()) or len(dense.kinds) > 1:
+            raise UnsupportedModelError(
+                f"A search knows models whose layers all have the same attention and MLP; this one has {dense}."
+            )
         if options.keep_first + options.keep_last > dense.num_layers:
             raise ConfigError(
                 f"keep_first {options.keep_first} and keep_last {options.keep_last} keep more than the model's "
@@ -294,11 +300,15 @@ class UnitScores:
     hidden: tuple[float, ...] = ()
     method: str = ""
 
-    def layer_plan(self, index: int, widths: Widths) -> LayerPlan:
-        """Return the kept units of one layer at its widths."""
+    def _kept(self, index: int, widths: Widths) -> dict[str, tuple[int, ...]]:
+        """Return the kept units of one layer at its widths, by axis."""
         scores = self.layers[index]
         heads = scores.kept_heads(widths.query_heads, widths.kv_heads)
-        return LayerPlan(index, heads, scores.kept_groups(widths.kv_heads), scores.kept_ffn(widths.ffn))
+        return {
+            "query_heads": heads,
+            "kv_heads": scores.kept_groups(widths.kv_heads),
+            "ffn": scores.kept_ffn(widths.ffn),
+        }
 
     def plan(self, identity: PrunePlan, widths: Mapping[int, Widths], hidden_size: int | None = None) -> PrunePlan:
         """Plan to keep the best units of some layers at these widths, and the others whole.
@@ -311,8 +321,13 @@ class UnitScores:
         Raises:
             BudgetError: a hidden size without scores of the hidden channels.
         """
-        layers = [self.layer_plan(i, widths[i]) if i in widths else identity.layers[i] for i in range(len(self.layers))]
-        plan = replace(identity, layers=tuple(layer for layer in layers if layer.query_heads or layer.ffn))
+        layers = [
+            identity.layers[i].with_units(identity.dense, self._kept(i, widths[i]))
+            if i in widths
+            else identity.layers[i]
+            for i in range(len(self.layers))
+        ]
+        plan = replace(identity, layers=tuple(layer for layer in layers if layer.blocks))
         if hidden_size is None or hidden_size == identity.dense.hidden_size:
             return plan
         if not self.hidden:

@@ -125,7 +125,7 @@ class ExactCosts(CostModel):
         Raises:
             BudgetError: a time.
         """
-        blocks = {"attention": widths.query_heads, "mlp": widths.ffn, None: 1}
+        blocks: dict[str | None, int] = {"attention": widths.query_heads, "mlp": widths.ffn, None: 1}
         rows = [(row, shape) for row, shape in self.inner if blocks[row.block]]
         total = self._sum(quantity, rows, hidden_size, widths)
         if quantity.kind == "memory":

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from pyprune.errors import BudgetError, OutputError, did_you_mean, shown
+from pyprune.errors import BudgetError, OutputError, PlanError, did_you_mean, shown
 from pyprune.fit.quantities import Quantity, Widths
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.figures import WRITTEN_BY
@@ -165,7 +165,7 @@ class Profile:
     def identity(self) -> dict[str, Any]:
         """Return the conditions of the measurements; profiles of equal conditions are interchangeable."""
         names = ("engine", "dtype", "machine", "versions", "model_type")
-        return {**{name: getattr(self, name) for name in names}, "dense": asdict(self.dense)}
+        return {**{name: getattr(self, name) for name in names}, "dense": self.dense.to_dict()}
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -186,7 +186,7 @@ class Profile:
             )
         try:
             return cls._read(unseal(data))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (PlanError, ValueError, KeyError, TypeError, IndexError) as error:
             raise BudgetError(
                 f"The profile {path} is damaged or was changed by hand ({shown(error)}). Measure again with "
                 "`pyprune profile MODEL`."
@@ -199,7 +199,7 @@ class Profile:
             machine=dict(data["machine"]),
             versions=dict(data["versions"]),
             config=dict(data["config"]),
-            dense=Sizes(**data["dense"]),
+            dense=Sizes.from_dict(data["dense"]),
             probes=tuple(
                 Probe(name, hidden, tuple(Widths(*w) for w in layers)) for name, hidden, layers in data["probes"]
             ),

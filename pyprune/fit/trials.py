@@ -35,7 +35,6 @@ from pyprune.cut.walk import USED, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
-from pyprune.families.base import BLOCKS
 from pyprune.fit.choices import LayerScores, Space, UnitScores
 from pyprune.fit.quantities import Widths
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of
@@ -47,7 +46,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import frozen_eval
-from pyprune.probe.streams import LayerRunner, Part, parts_of, replaced_forwards
+from pyprune.probe.streams import LayerRunner, Part, replaced_forwards
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
 from pyprune.runtime.records import RecordFile, digest
@@ -277,7 +276,7 @@ class BlockTrials:
             by_start.setdefault(self._start(plan), []).append((index, widths, plan))
         if not places:
             return
-        parts = [part for i in range(len(self.runner.layers)) for part in parts_of(self.family, i)]
+        parts = [part for i in range(len(self.runner.layers)) for part in self.runner.parts(i)]
         last = max(parts.index(part) for part in by_start)
         with frozen_eval(self.model), self.runner.compute_in(self.options.dtype):
             self._begin()
@@ -366,14 +365,14 @@ class BlockTrials:
         """Run a stream [B, T, H] through these steps of the dense model."""
         for index, group in groupby(steps, key=lambda step: step.part.layer):
             blocks = {block for step in group for block in step.writers}
-            part = Part(index, tuple(block for block in BLOCKS if block in blocks))
+            part = Part(index, tuple(block for block in self.runner.blocks[index] if block in blocks))
             stream = self.runner.run(self.runner.layers[index], part, stream)
         return stream
 
     def _run_layers(self, stream: Tensor) -> Tensor:
         """Run a stream [B, T, H] of the embeddings through all layers."""
         for index in range(len(self.runner.layers)):
-            stream = self.runner.run(self.runner.layers[index], Part(index, BLOCKS), stream)
+            stream = self.runner.run(self.runner.layers[index], self.runner.whole_layer(index), stream)
         return stream
 
     def _loss(self, streams: Sequence[Tensor]) -> float:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, all_families, family_of_type, resolve
-from pyprune.families.base import BLOCKS
+from pyprune.families.base import Block
 from pyprune.families.infer import causal_types
 from pyprune.modeling.configuration import PrunedConfigMixin, layer_view, pruned_config_class
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
@@ -80,11 +80,11 @@ class PrunedModelMixin:
         family: Family = config.family
         model = cast(Any, self)
         _set_config(model, config)
-        layers = family.layers(model)
+        layers, blocks = family.layers(model), family.blocks_of_layers(config)
         for i in range(config.num_hidden_layers):
             layer = self._build_layer(config.layer_config(i), i, family)
             if getattr(config, "output_bias", False):
-                _give_output_biases(layer, family)
+                _give_output_biases(layer, family, blocks[i])
             _set_config(layer, layer_view(config, i))
             layers.append(layer)
         norm_size = getattr(config, "norm_size", None)
@@ -106,22 +106,19 @@ def _set_config(module: nn.Module, config: Any) -> None:
             part.config = config
 
 
-def _skip_block(layer: nn.Module, block: Any, index: int, family: Family) -> None:
+def _skip_block(layer: nn.Module, block: Block, index: int, family: Family) -> None:
     """Replace a sub-block by modules without parameters whose contribution is exactly zero."""
-    if block == "attention":
-        setattr(layer, family.attention_module, SkippedAttention(index))
-    else:
-        *first, last = family.mlp_modules
-        for name in first:
-            setattr(layer, name, nn.Identity())
-        setattr(layer, last, SkippedModule())
+    *first, last = family.block_modules(block)
+    for name in first:
+        setattr(layer, name, nn.Identity())
+    setattr(layer, last, SkippedAttention(index) if block == "attention" else SkippedModule())
     for norm in family.block_norms(block):
         setattr(layer, norm, nn.Identity())
 
 
-def _give_output_biases(layer: nn.Module, family: Family) -> None:
+def _give_output_biases(layer: nn.Module, family: Family, blocks: tuple[Block, ...]) -> None:
     """Give a bias to the output projections of a layer (bias compensation)."""
-    for name in map(family.output_projection, BLOCKS):
+    for name in map(family.output_projection, blocks):
         parent, _, last = name.rpartition(".")
         owner = dict(layer.named_modules()).get(parent)
         projection = getattr(owner, last, None)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from pyprune.families import Family, decoder_layers, family_for
-from pyprune.families.base import BLOCKS, Block
+from pyprune.families.base import Block
 from pyprune.runtime import processes
 from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import track
@@ -31,7 +31,7 @@ class Part:
 
     Attributes:
         layer: index of the decoder layer.
-        blocks: its blocks that write there, one or (parallel) both.
+        blocks: its blocks that write there, one or (parallel) all.
     """
 
     layer: int
@@ -41,10 +41,16 @@ class Part:
         return f"layer {self.layer} {' and '.join(self.blocks)}"
 
 
-def parts_of(family: Family, layer: int) -> tuple[Part, ...]:
-    """Return the parts of a layer in the order in which they write; one part if the blocks are parallel."""
+def parts_of(family: Family, layer: int, blocks: tuple[Block, ...]) -> tuple[Part, ...]:
+    """Return the parts of a layer in the order in which they write; one part if the blocks are parallel.
+
+    Args:
+        family: of the model.
+        layer: index of the layer.
+        blocks: all its blocks.
+    """
     side_by_side = any(row.role == "pre_norm" and row.block is None for row in family.rows)
-    return (Part(layer, BLOCKS),) if side_by_side else tuple(Part(layer, (block,)) for block in BLOCKS)
+    return (Part(layer, blocks),) if side_by_side else tuple(Part(layer, (block,)) for block in blocks)
 
 
 class LayerRunner:
@@ -55,6 +61,8 @@ class LayerRunner:
         family: family of the model.
 
     Attributes:
+        layers: the modules.
+        blocks: the blocks of every layer, in order.
         device: device of its streams.
     """
 
@@ -62,6 +70,7 @@ class LayerRunner:
         self.model = model
         self.family = family
         self.layers = decoder_layers(model)
+        self.blocks = family.blocks_of_layers(model.config)
         self.device = model.device
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._bfloat16 = False
@@ -142,7 +151,7 @@ class LayerRunner:
         for index in range(len(self.layers)):
             yield index
             with self.layer(index) as layer:
-                self.run_(layer, Part(index, BLOCKS), streams)
+                self.run_(layer, self.whole_layer(index), streams)
 
     def run_end(self, ids: Tensor, stream: Tensor) -> None:
         """Run the final norm and the head on a stream [B, T, H], for hooks on them; the head computes nothing.
@@ -173,6 +182,14 @@ class LayerRunner:
     def keep_zeros(self, name: str, count: int) -> None:
         """Keep a vector of zeros as a parameter that was added to the model."""
 
+    def whole_layer(self, index: int) -> Part:
+        """Return the part that is a whole layer."""
+        return Part(index, self.blocks[index])
+
+    def parts(self, index: int) -> tuple[Part, ...]:
+        """Return the parts of a layer in the order in which they write (:func:`parts_of`)."""
+        return parts_of(self.family, index, self.blocks[index])
+
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """Return the stream [B, T, H] after a part.
 
@@ -180,9 +197,13 @@ class LayerRunner:
             module: the layer, or a copy of it.
             part: the blocks of it that write; the others add zero.
             stream: [B, T, H] before the part, of a shape [B, T] that :meth:`embed` has seen.
+
+        Raises:
+            UnsupportedModelError: another block of the layer cannot be left out.
         """
         call = self.keywords(part.layer, stream)
-        with silent_blocks(module, self.family, set(BLOCKS) - set(part.blocks)), self.autocast(stream):
+        silent = set(self.blocks[part.layer]) - set(part.blocks)
+        with silent_blocks(module, self.family, silent), self.autocast(stream):
             return module(stream, **call)  # type: ignore[no-any-return]
 
     def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
@@ -281,13 +302,16 @@ class HostLayers(LayerRunner):
 
 @contextmanager
 def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Iterator[None]:
-    """Let blocks of a layer add zero to the stream meanwhile, without computing them."""
+    """Let blocks of a layer add zero to the stream meanwhile, without computing them.
+
+    Raises:
+        UnsupportedModelError: one of them cannot be left out without its layer.
+    """
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    if "attention" in blocks:
-        forwards[getattr(layer, family.attention_module)] = _no_attention
-    if "mlp" in blocks:
-        *first, last = (getattr(layer, name) for name in family.mlp_modules)
-        forwards |= dict.fromkeys(first, identity) | {last: torch.zeros_like}
+    for block in blocks:
+        *first, last = (getattr(layer, name) for name in family.block_modules(block))
+        zeros = _no_attention if block == "attention" else torch.zeros_like
+        forwards |= {**dict.fromkeys(first, identity), last: zeros}
     with replaced_forwards(forwards):
         yield
 

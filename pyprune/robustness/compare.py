@@ -386,13 +386,15 @@ def _plan(record: Mapping[str, Any], ratio: float) -> PrunePlan:
 
 def removed_units(plan: PrunePlan) -> dict[str, frozenset[tuple[int, int]]]:
     """Axis -> (layer, index) of the removed query heads and FFN channels, and (-1, index) of the hidden channels."""
-    dense = plan.dense
-    heads = {(layer, unit) for layer in range(dense.num_layers) for unit in range(dense.num_attention_heads)}
-    ffn = {(layer, unit) for layer in range(dense.num_layers) for unit in range(dense.intermediate_size)}
-    heads -= {(layer.index, unit) for layer in plan.layers for unit in layer.query_heads}
-    ffn -= {(layer.index, unit) for layer in plan.layers for unit in layer.ffn}
     hidden = frozenset((-1, unit) for unit in plan.removed_hidden)
-    return {"heads": frozenset(heads), "ffn": frozenset(ffn), "hidden": hidden}
+    return {"heads": _removed_inside(plan, "query_heads"), "ffn": _removed_inside(plan, "ffn"), "hidden": hidden}
+
+
+def _removed_inside(plan: PrunePlan, axis: str) -> frozenset[tuple[int, int]]:
+    """Return (layer, index) of the removed units of an axis."""
+    dense = plan.dense
+    whole = {(layer, unit) for layer in range(dense.num_layers) for unit in range(dense.units(axis, layer))}
+    return frozenset(whole - {(layer.index, unit) for layer in plan.layers for unit in layer.units(axis)})
 
 
 def jaccard(first: frozenset[tuple[int, int]], second: frozenset[tuple[int, int]]) -> float | None:

@@ -178,7 +178,7 @@ class StreamedCut:
         entries = []
         for name, entry in stored.items():
             if name in shapes:
-                row, index = family.match(name)
+                row, index = family.match(name, self.plan.dense.layers)
                 new = name if index is None else row.pattern.replace("{i}", position[index])
                 entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
                 self._dense_names[new] = name

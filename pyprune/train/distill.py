@@ -36,7 +36,7 @@ from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import Family, check_plan, count_parameters, decoder_layers, family_for
 from pyprune.families.scale import stream_scale
-from pyprune.plan import PrunePlan
+from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.hooks import LayerHooks
 from pyprune.probe.streams import parts_of
 from pyprune.train.head import causal_lm, last_hidden, logits_of, output_head, select_positions, select_rows
@@ -213,11 +213,16 @@ class _StreamView:
 def _pairs(family: Family, plan: PrunePlan) -> list[tuple[int, int]]:
     """Return the layers whose streams are compared; see the module's docstring."""
     following = [*plan.layers[1:], None]
-    side_by_side = len(parts_of(family, 0)) == 1
+
+    def begins(layer: LayerPlan) -> bool:
+        """Check whether the first part of a layer is kept."""
+        first, *_ = parts_of(family, layer.index, tuple(plan.dense.blocks(layer.index)))
+        return any(layer.keeps(block) for block in first.blocks)
+
     return [
         (own, (plan.dense.num_layers if after is None else after.index) - 1)
         for own, after in enumerate(following)
-        if after is None or after.query_heads or side_by_side
+        if after is None or begins(after)
     ]
 
 

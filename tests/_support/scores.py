@@ -46,7 +46,7 @@ def injected(model: PreTrainedModel, config: PruneConfig, scores: Scores) -> Pla
         places = [(layer, axis) for layer in run.scope.layers for axis in run.scope.axes if axis != "hidden"]
         places += [(None, "hidden")] if "hidden" in run.scope.axes else []
         for layer, axis in places:
-            values = torch.full((run.scope.units(axis),), 100.0)
+            values = torch.full((run.scope.units(axis, layer),), 100.0)
             listed = scores.get((layer, axis))
             run.add_units(layer, axis, values if listed is None else torch.tensor(listed))
 

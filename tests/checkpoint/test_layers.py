@@ -17,7 +17,6 @@ from pyprune.cut.reconstruct import reconstruct_compacted_
 from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import family_for, named_axes
 from pyprune.probe.activations import gather_moments
-from pyprune.probe.streams import parts_of
 from tests._support.models import TINY, one_of_each, tiny_batch, tiny_model
 from tests._support.plans import axis_plans
 
@@ -31,7 +30,7 @@ def test_the_stream_of_stored_layers_is_that_of_the_model(name: str, tmp_path: P
     with torch.no_grad():
         stream = stored.embed(ids)
         for index in range(4):
-            for part in parts_of(stored.family, index):
+            for part in stored.parts(index):
                 with stored.layer(index) as layer:
                     assert [p.is_meta for p in stored.layers[index].parameters()] == [False] * len(
                         list(layer.parameters())

@@ -15,6 +15,7 @@ from pyprune.cut.walk import chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import family_for
+from pyprune.families.base import BLOCKS
 from pyprune.probe.streams import LayerRunner, Part, parts_of
 from pyprune.runtime import processes
 from tests._support.models import TINY, tiny_batch, tiny_model
@@ -100,7 +101,7 @@ def test_removed_parts_belong_to_the_writer_before_them() -> None:
         ("layer 3 attention", False),
         ("layer 3 mlp", False),
     ]
-    assert steps[2].absorbs == (Part(1, ("mlp",)), *parts_of(family, 2))
+    assert steps[2].absorbs == (Part(1, ("mlp",)), *parts_of(family, 2, BLOCKS))
 
 
 def test_errors_are_relative_to_each_kind() -> None:
@@ -123,7 +124,7 @@ def test_parts_one_after_the_other_are_the_layers_bit_for_bit(name: str) -> None
         for index in range(3):
             assert torch.equal(stream, expected[index])
             with runner.layer(index) as layer:
-                for part in parts_of(runner.family, index):
+                for part in runner.parts(index):
                     stream = runner.run(layer, part, stream)
         assert torch.equal(stream, expected[3])
 

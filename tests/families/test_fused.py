@@ -190,7 +190,7 @@ def test_positions_of_a_fused_dimension_follow_one_another() -> None:
 @pytest.mark.parametrize(
     ("axes", "width_norm", "words"),
     [
-        ((("heads", "hidden"), "hidden"), "", "fuses the axis 'hidden' with others; only heads, kv_heads, ffn can be"),
+        ((("heads", "hidden"), "hidden"), "", "fuses the axis 'hidden' with others; only axes of its block can be"),
         ((("ffn", "ffn"), ("heads", "kv_heads")), "", "has 2 fused dimensions"),
         ((("heads", "kv_heads"), "hidden"), "input", "normalised over its whole width"),
     ],

@@ -275,6 +275,7 @@ def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
     assert cells["type"] == "nanochat"
     assert cells["table"] == "inferred"
     assert cells["hidden_size"] == 62
+    assert cells["decoder layers"].startswith("5 layers of attention (query_heads 6, kv_heads 3, head_dim 16) and mlp")
     assert cells["axis heads"] == "open"
     assert cells["axis hidden"].startswith("closed: its head is tied")
 

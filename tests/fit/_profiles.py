@@ -9,7 +9,7 @@ from pyprune.fit.profile import DENSE, Probe, Profile, Timing
 from pyprune.fit.quantities import Quantity, Widths
 from pyprune.plan import PrunePlan, Sizes
 
-SIZES = Sizes(8, 512, 8, 4, 64, 1536, 1000)
+SIZES = Sizes.decoder(8, 512, 8, 4, 64, 1536, 1000)
 PREFILL = Quantity("prefill", 512)
 GENERATION = Quantity("generation", 128, 64)
 MACHINE = {"device": "cpu one", "cpu": "cpu one", "isa": ["avx2"], "cores": 2, "threads": "2"}

@@ -10,7 +10,7 @@ from pyprune.fit.quantities import Widths
 from pyprune.fit.sizes import SizeRules
 from pyprune.plan import PrunePlan, Sizes
 
-DENSE = Sizes(3, 32, 6, 3, 8, 96, 64)
+DENSE = Sizes.decoder(3, 32, 6, 3, 8, 96, 64)
 IDENTITY = PrunePlan.identity("llama", DENSE)
 
 
@@ -46,7 +46,7 @@ def test_rules_of_the_target_are_kept() -> None:
 
 
 def test_few_head_counts_are_spread() -> None:
-    wide = PrunePlan.identity("llama", Sizes(1, 32, 32, 32, 8, 96, 64))
+    wide = PrunePlan.identity("llama", Sizes.decoder(1, 32, 32, 32, 8, 96, 64))
     heads = Space.of(wide, ChoiceOptions(head_counts=4)).layers[0].heads
     assert [kv for _, kv in heads] == [32, 22, 11, 1, 0]
 
@@ -125,6 +125,6 @@ def test_scores_are_read_back_and_those_of_other_sizes_refused() -> None:
     scores = _scores()
     assert UnitScores.from_dict(scores.to_dict(), DENSE) == scores
     with pytest.raises(BudgetError, match="other sizes"):
-        UnitScores.from_dict(scores.to_dict(), Sizes(3, 32, 6, 3, 8, 100, 64))
+        UnitScores.from_dict(scores.to_dict(), Sizes.decoder(3, 32, 6, 3, 8, 100, 64))
     with pytest.raises(BudgetError, match="damaged"):
         UnitScores.from_dict({"layers": [{}]}, DENSE)

@@ -371,7 +371,7 @@ def test_the_charts_of_a_sweep_are_missed_before_the_search(
 
 
 def test_widths_that_a_scheme_does_not_take_are_not_chosen() -> None:
-    phi = PrunePlan.identity("phi", Sizes(2, 2560, 32, 32, 80, 10240, 51200))
+    phi = PrunePlan.identity("phi", Sizes.decoder(2, 2560, 32, 32, 80, 10240, 51200))
     assert quantising_obstacle(phi, "w4a16") is None
     odd = phi.with_layer(1, query_heads=range(23), kv_heads=range(23))
     assert "Layer 1 has 1840 attention channels; w4a16 needs a multiple of 32" in quantising_obstacle(odd, "w4a16")

@@ -10,7 +10,7 @@ from pyprune.fit.quantities import CostModel, Quantity, Widths
 from pyprune.plan import PrunePlan, Sizes
 
 DENSE = 3.0
-IDENTITY = PrunePlan.identity("llama", Sizes(2, 8, 2, 2, 4, 16, 32))
+IDENTITY = PrunePlan.identity("llama", Sizes.decoder(2, 8, 2, 2, 4, 16, 32))
 
 
 class _Costs(CostModel):

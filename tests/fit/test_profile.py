@@ -109,7 +109,7 @@ def test_what_it_was_made_for_is_accepted(monkeypatch: pytest.MonkeyPatch) -> No
     fake_profile().check()
 
 
-OTHER = PrunePlan.identity("llama", replace(SIZES, num_layers=9))
+OTHER = PrunePlan.identity("llama", replace(SIZES, layers=SIZES.layers[:1] * 9))
 
 
 @pytest.mark.parametrize(

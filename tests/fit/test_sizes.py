@@ -14,7 +14,7 @@ from pyprune.fit.sizes import FFN_MULTIPLES, FITTED_RULES, SizeRules, fast_multi
 from pyprune.plan import PrunePlan, Sizes
 from tests.fit._profiles import fake_profile
 
-DENSE = Sizes(6, 512, 8, 4, 64, 1500, 1000)
+DENSE = Sizes.decoder(6, 512, 8, 4, 64, 1500, 1000)
 PLAN = PrunePlan.identity("llama", DENSE)
 
 

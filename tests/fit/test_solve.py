@@ -17,7 +17,7 @@ from pyprune.fit.solve import Solution, SolveOptions, plan_of, solve
 from pyprune.plan import PrunePlan, Sizes
 from tests.fit._profiles import PLANTED, PREFILL, SIZES, fake_profile, identity, planted
 
-DENSE = Sizes(4, 48, 6, 2, 8, 40, 384)
+DENSE = Sizes.decoder(4, 48, 6, 2, 8, 40, 384)
 IDENTITY = PrunePlan.identity("llama", DENSE)
 SPACE = Space.of(IDENTITY, ChoiceOptions(ffn_multiple=8, ffn_shares=(0.5, 0.2)))
 

@@ -204,7 +204,7 @@ def test_a_plan_is_applied_and_reconstructed_with_two_layers_in_memory(large: Pa
 
 def planned() -> PrunePlan:
     """The plan by :data:`GONE` and :data:`NARROWED`."""
-    plan = PrunePlan.identity("llama", Sizes(LAYERS, HIDDEN, HEADS, HEADS, HIDDEN // HEADS, FFN, VOCAB))
+    plan = PrunePlan.identity("llama", Sizes.decoder(LAYERS, HIDDEN, HEADS, HEADS, HIDDEN // HEADS, FFN, VOCAB))
     for layer in NARROWED:
         plan = plan.with_layer(layer, ffn=range(NARROW))
     return plan.drop_layers(GONE)

@@ -645,9 +645,8 @@ def test_a_checkpoint_knows_the_text_it_was_trained_on(model_folder: Path, text:
 def test_a_plan_without_anything_to_regularise_says_so(method: str, text: Path, tmp_path: Path) -> None:
     model = tiny_model("llama")
     plan = family_for(model).plan(model.config)
-    heads = replace(plan.layers[0], query_heads=(0, 1, 3, 4))
     path = tmp_path / "heads.json"
-    path.write_text(replace(plan, layers=(heads, *plan.layers[1:])).to_json())
+    path.write_text(plan.with_layer(0, query_heads=(0, 1, 3, 4)).to_json())
     options = config(text, method=method, plan=str(path))
     result = prune_(model, {"data": tiny_batch(1, 6, 32)}, options)
     assert "no effect" in result.warnings[0].lower()

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
-from pyprune.families.base import BLOCKS
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, drop_units, share_of_parameters
 from pyprune.probe.activations import frozen_eval
@@ -129,9 +128,9 @@ def micro_batches(model: PreTrainedModel, samples: Tensor, method: str) -> tuple
     return tuple(samples.to(model.device).split(size))
 
 
-def kept_part(unit: Unit, index: int) -> Part | None:
+def kept_part(runner: LayerRunner, unit: Unit, index: int) -> Part | None:
     """Return the kept part of a layer whose unit is removed; None if nothing is kept."""
-    blocks = tuple(block for block in BLOCKS if unit not in ("layer", block))
+    blocks = tuple(block for block in runner.blocks[index] if unit not in ("layer", block))
     return Part(index, blocks) if blocks else None
 
 
@@ -229,14 +228,14 @@ class _CommonStreams:
         """
         branches: dict[int, list[Tensor]] = {}
         for index in range(self.at, len(self.runner.layers)):
-            part = kept_part(self.unit, index) if index in self.gone else Part(index, BLOCKS)
+            part = kept_part(self.runner, self.unit, index) if index in self.gone else self.runner.whole_layer(index)
             if part is None:
                 continue
             running = [*branches.values(), *([self.streams] if index <= starts[-1] else [])]
             with self.runner.layer(index) as layer:
                 if index in starts:
                     branches[index] = list(self.streams)
-                    if (kept := kept_part(self.unit, index)) is not None:
+                    if (kept := kept_part(self.runner, self.unit, index)) is not None:
                         self.runner.run_(layer, kept, branches[index])
                 for streams in running:
                     self.runner.run_(layer, part, streams)

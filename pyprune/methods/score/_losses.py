@@ -9,6 +9,7 @@ from typing import Any
 from pyprune.config.score import ScoreAxis
 from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score._rank import Ranking
+from pyprune.methods.score._structures import PLAN_UNITS
 from pyprune.plan import LayerPlan, PrunePlan
 
 
@@ -56,15 +57,15 @@ def _loss(ranking: Ranking, plan: PrunePlan, axis: ScoreAxis) -> AxisLoss:
         ranking.request.family, ranking.request.shapes, _axis_plan(ranking.identity, plan, axis)
     )
     if axis == "hidden":
-        return AxisLoss(axis, len(plan.removed_hidden), scope.units(axis), share)
+        return AxisLoss(axis, len(plan.removed_hidden), scope.count(axis), share)
     kept = [layer for layer in plan.layers if layer.index in scope.layers]
-    total = len(scope.layers) * scope.units(axis)
+    total = scope.count(axis)
     if axis == "ffn":
         return AxisLoss(axis, total - sum(len(layer.ffn) for layer in kept), total, share)
     loss = AxisLoss(axis, total - sum(len(layer.query_heads) for layer in kept), total, share)
     if not scope.whole_groups or scope.dense.group_size == 1:
         return loss
-    groups = len(scope.layers) * scope.units("kv_heads")
+    groups = scope.count("kv_heads")
     return replace(loss, removed_groups=groups - sum(len(layer.kv_heads) for layer in kept), open_groups=groups)
 
 
@@ -74,11 +75,10 @@ def _axis_plan(identity: PrunePlan, plan: PrunePlan, axis: ScoreAxis) -> PrunePl
         return replace(identity, hidden=plan.hidden)
     kept = {layer.index: layer for layer in plan.layers}
 
-    def restrict(dense: LayerPlan) -> LayerPlan:
-        layer = kept.get(dense.index, LayerPlan(dense.index, (), (), ()))
-        if axis == "ffn":
-            return replace(dense, ffn=layer.ffn)
-        return replace(dense, query_heads=layer.query_heads, kv_heads=layer.kv_heads)
+    def restrict(whole: LayerPlan) -> LayerPlan:
+        layer = kept.get(whole.index)
+        names = [name for name in PLAN_UNITS[axis] if whole.units(name)]
+        return whole.with_units(identity.dense, {name: layer.units(name) if layer else () for name in names})
 
     return replace(identity, layers=tuple(restrict(layer) for layer in identity.layers))
 
@@ -114,7 +114,7 @@ def _reason(
 ) -> tuple[str, Sequence[str]]:
     """Return why nothing of an axis is removed, and the options that change it."""
     score, scope = ranking.score, ranking.scope
-    if axis == "heads" and scope.whole_groups and scope.units("kv_heads") == 1 and not score.allow_empty:
+    if axis == "heads" and scope.whole_groups and scope.dense.num_key_value_heads == 1 and not score.allow_empty:
         one_by_one = ["score.heads_unit=query_head"] if scope.dense.group_size > 1 else []
         return "each layer has one KV head, which is kept", [*one_by_one, "score.allow_empty=true"]
     if score.uniform:

@@ -23,7 +23,7 @@ from pyprune.errors import ConfigError
 from pyprune.methods.base import PlanRequest
 from pyprune.methods.ratio import decide_hidden_count, share_of_parameters, sufficient_ratio
 from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores
-from pyprune.plan import LayerPlan, PrunePlan, kv_head_of
+from pyprune.plan import LayerPlan, PrunePlan
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Ranking:
         """
         alike = StructureScores(self.scope, "sum")
         for layer, axis in self.scope.places:
-            alike.add_structures(layer, axis, "unit", torch.zeros(self.scope.units(axis)))
+            alike.add_structures(layer, axis, "unit", torch.zeros(self.scope.units(axis, layer)))
         orders = [self._order(alike, self.identity, *place) for place in self.scope.places]
         self._counts(orders, Fraction(1))
 
@@ -134,7 +134,7 @@ class Ranking:
         gone = set(removed)
         values[removed] = -math.inf
         order = removed + [i for i in torch.argsort(values, stable=True).tolist() if i not in gone]
-        bundles = self._bundles(order, axis)
+        bundles = self._bundles(order, axis, layer)
         numbers = values.tolist()
         values_of = tuple(scores.bundle_score([numbers[i] for i in bundle]) for bundle in bundles)
         keep = 0 if self.score.allow_empty and axis != "hidden" else 1
@@ -153,27 +153,24 @@ class Ranking:
     def _removed_units(self, plan: PrunePlan, layer: int | None, axis: ScoreAxis) -> tuple[int, ...]:
         if axis == "hidden":
             return plan.removed_hidden
-        kept = next((kept for kept in plan.layers if kept.index == layer), LayerPlan(-1, (), (), ()))
-        units = {"heads": kept.kv_heads if self.scope.whole_groups else kept.query_heads, "ffn": kept.ffn}[axis]
-        return tuple(sorted(set(range(self._unit_count(axis))) - set(units)))
+        whole = next(whole for whole in self.identity.layers if whole.index == layer)
+        kept = next((kept for kept in plan.layers if kept.index == layer), None)
+        name = "ffn" if axis == "ffn" else "kv_heads" if self.scope.whole_groups else "query_heads"
+        return tuple(sorted(set(whole.units(name)) - set(kept.units(name) if kept else ())))
 
-    def _unit_count(self, axis: ScoreAxis) -> int:
-        return self.scope.units("kv_heads" if axis == "heads" and self.scope.whole_groups else axis)
-
-    def _bundles(self, order: Sequence[int], axis: ScoreAxis) -> tuple[tuple[int, ...], ...]:
+    def _bundles(self, order: Sequence[int], axis: ScoreAxis, layer: int | None) -> tuple[tuple[int, ...], ...]:
         if axis == "heads" and not self.scope.whole_groups:
-            return self._query_bundles(order)
+            return self._query_bundles(order, layer)
         size = {"heads": 1, "ffn": self.score.ffn_multiple, "hidden": self.request.hidden_multiple}[axis]
         # The rest of a dense width that is no multiple is in the first bundle, so that every kept width is legal.
         first = len(order) % size or size
         return (tuple(order[:first]), *(tuple(order[i : i + size]) for i in range(first, len(order), size)))
 
-    def _query_bundles(self, order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def _query_bundles(self, order: Sequence[int], layer: int | None) -> tuple[tuple[int, ...], ...]:
         """Return bundles, the j-th of which holds the j-th weakest query head of every KV group."""
-        dense = self.scope.dense
-        groups: list[list[int]] = [[] for _ in range(dense.num_key_value_heads)]
+        groups: list[list[int]] = [[] for _ in range(self.scope.units("kv_heads", layer))]
         for head in order:
-            groups[kv_head_of(head, dense)].append(head)
+            groups[head // self.scope.group_size(layer)].append(head)
         return tuple(zip(*groups, strict=True))
 
     def _goal_by_counts(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:
@@ -182,7 +179,7 @@ class Ranking:
     def _kept_bundles(self, order: RankedUnits) -> int:
         """Return how many bundles are kept, from the heads or channels that ``counts`` keeps."""
         count = self.score.counts[order.axis]
-        heads = self.scope.dense.group_size if order.axis == "heads" and self.scope.whole_groups else 1
+        heads = self.scope.group_size(order.layer) if order.axis == "heads" and self.scope.whole_groups else 1
         sizes = [len(bundle) * heads for bundle in order.bundles]
         legal = list(accumulate(reversed(sizes)))[::-1]
         if count not in legal:
@@ -209,6 +206,11 @@ class Ranking:
         those with the larger steps first.
         """
         first = {o.axis: o for o in orders}
+        if any(len(o.bundles) != len(first[o.axis].bundles) for o in orders):
+            raise ConfigError(
+                f"The layers of this model have different numbers of {' or '.join(first)}, so that no one number is "
+                "removed from each. Use score.ranking=global."
+            )
         allowed = {axis: self._allowed_counts(orders, order) for axis, order in first.items()}
         shares = sorted({Fraction(k, len(o.bundles)) for o in first.values() for k in range(len(o.bundles) + 1)})
 
@@ -358,18 +360,20 @@ class Ranking:
         return replace(
             self.identity,
             hidden=tuple(i for i in self.identity.hidden if i not in hidden),
-            layers=tuple(layer for layer in layers if layer.query_heads or layer.ffn),
+            layers=tuple(layer for layer in layers if layer.blocks),
         )
 
     def _layer(self, layer: LayerPlan, gone: Mapping[LayerAxis, set[int]]) -> LayerPlan:
-        heads, ffn = gone.get((layer.index, "heads"), set()), gone.get((layer.index, "ffn"), set())
-        if self.scope.whole_groups:
-            kv_heads = tuple(kv for kv in layer.kv_heads if kv not in heads)
-            queries = tuple(q for q in layer.query_heads if kv_head_of(q, self.scope.dense) not in heads)
-        else:
-            queries = tuple(q for q in layer.query_heads if q not in heads)
-            kv_heads = layer.kv_heads if queries else ()
-        return LayerPlan(layer.index, queries, kv_heads, tuple(i for i in layer.ffn if i not in ffn))
+        heads, ffn = gone.get((layer.index, "heads")), gone.get((layer.index, "ffn"))
+        kept: dict[str, list[int]] = {}
+        if heads:
+            size = self.scope.group_size(layer.index) if self.scope.whole_groups else 1
+            kept["query_heads"] = [q for q in layer.query_heads if q // size not in heads]
+            if self.scope.whole_groups:
+                kept["kv_heads"] = [kv for kv in layer.kv_heads if kv not in heads]
+        if ffn:
+            kept["ffn"] = [i for i in layer.ffn if i not in ffn]
+        return layer.with_units(self.identity.dense, kept)
 
 
 def _means(orders: Sequence[RankedUnits], *, of_layers: bool) -> list[float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from transformers import PreTrainedModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError, ScoreError, shown
 from pyprune.families import NamedParam, Row, named_axes
-from pyprune.families.base import Axis, axis_width
+from pyprune.families.base import PLAN_AXES, Axis, axis_width
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
 
 LayerAxis = tuple[int | None, str]
 """(layer, axis name) of some structures; the layer is None for the hidden axis, which all layers share."""
+
+PLAN_UNITS: dict[ScoreAxis, tuple[str, ...]] = {"heads": ("query_heads", "kv_heads"), "ffn": ("ffn",)}
+"""Axis of a layer -> the axes of plans whose units it removes."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,16 @@ class Projection:
         return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.length)
 
 
-def projections(row: Row, dense: Sizes) -> tuple[Projection, ...]:
+def projections(row: Row, dense: Sizes, layer: int | None) -> tuple[Projection, ...]:
     """Return the projections that are fused in a parameter, in order; most parameters are one projection."""
     dim = row.fused_dim
-    if dim is None:
+    if dim is None or layer is None:
         return (Projection(tuple(axis for (axis,) in row.dimensions)),)
     fused: list[Projection] = []
     start = 0
     for number, axis in enumerate(row.dimensions[dim]):
         axes = tuple(axis if d == dim else one[0] for d, one in enumerate(row.dimensions))
-        length = axis_width(axis, dense)
+        length = axis_width(axis, dense, layer)
         fused.append(Projection(axes, f"[{number}]", dim, start, length))
         start += length
     return tuple(fused)
@@ -111,15 +115,15 @@ class OpenUnits:
     @property
     def places(self) -> tuple[tuple[int | None, ScoreAxis], ...]:
         """Return the (layer, axis) of all ranked units, in the order in which ties are broken."""
-        inner: tuple[ScoreAxis, ...] = ("heads", "ffn")
-        places = [(layer, axis) for layer in self.layers for axis in inner if axis in self.axes]
+        inner: list[ScoreAxis] = [axis for axis in ("heads", "ffn") if axis in self.axes]
+        places = [(layer, axis) for layer in self.layers for axis in inner if self.units(axis, layer)]
         return (*places, (None, "hidden")) if "hidden" in self.axes else tuple(places)
 
     def dims(self, row: Row, layer: int | None) -> tuple[tuple[Projection, int, LayerAxis], ...]:
         """Return the open dimensions of a parameter's projections, and the (layer, axis) of their structures."""
         return tuple(
             (projection, dim, place)
-            for projection in projections(row, self.dense)
+            for projection in projections(row, self.dense, layer)
             for dim, axis in enumerate(projection.axes)
             if (place := self._open_place(axis, layer)) is not None
         )
@@ -141,14 +145,18 @@ class OpenUnits:
         """
         return tuple(p for p in named_axes(model) if self.dims(p.row, p.layer))
 
-    def units(self, axis: str) -> int:
-        """Return how many structures an axis has in a layer (hidden: in the model)."""
-        return {
-            "heads": self.dense.num_attention_heads,
-            "kv_heads": self.dense.num_key_value_heads,
-            "ffn": self.dense.intermediate_size,
-            "hidden": self.dense.hidden_size,
-        }[axis]
+    def units(self, axis: str, layer: int | None) -> int:
+        """Return how many structures an axis has in a layer (hidden: in the model); 0 if it is no axis there."""
+        return self.dense.hidden_size if layer is None else self.dense.units(PLAN_AXES.get(axis, axis), layer)
+
+    def group_size(self, layer: int | None) -> int:
+        """Return how many query heads share one KV head in a layer that has both."""
+        return self.units("heads", layer) // self.units("kv_heads", layer)
+
+    def count(self, axis: ScoreAxis | Literal["kv_heads"]) -> int:
+        """Return how many units of an axis are open in all open layers (hidden: in the model)."""
+        layers: Sequence[int | None] = (None,) if axis == "hidden" else self.layers
+        return sum(self.units(axis, layer) for layer in layers)
 
 
 class StructureScores:
@@ -182,7 +190,7 @@ class StructureScores:
         """
         module = param.name.rpartition(".")[0]
         for projection, dim, (layer, axis) in self.scope.dims(param.row, param.layer):
-            size = self.scope.dense.head_dim if axis in ("heads", "kv_heads") else 1
+            size = 1 if layer is None else self.scope.dense.channels(PLAN_AXES.get(axis, axis), layer)
             part = projection.of(factor)
             other = torch.ones_like(part) if weight is None else projection.of(weight)
             values = group_importance(part, other, dim, size, signed=signed)  # float64 products and sums
@@ -200,7 +208,7 @@ class StructureScores:
         Raises:
             ScoreError: the size does not fit, or a score is not a number.
         """
-        expected = self.scope.units(axis)
+        expected = self.scope.units(axis, layer)
         values = values.detach().double().cpu()
         if values.shape != (expected,):
             raise ScoreError(
@@ -232,7 +240,7 @@ class StructureScores:
         structures = self._structures(layer, axis)
         if axis != "heads" or not self.scope.whole_groups:
             return _aggregate(structures, self.aggregation)
-        kv_heads = self.scope.dense.num_key_value_heads
+        kv_heads = self.scope.units("kv_heads", layer)
         # Query head q reads KV head q // group_size, so the heads of a group are neighbours.
         queries = structures.view(len(structures), kv_heads, -1).transpose(1, 2).reshape(-1, kv_heads)
         coupled = [queries]

@@ -49,7 +49,7 @@ from pyprune.methods.ratio import share_of_parameters
 from pyprune.methods.score import Scorer
 from pyprune.methods.score._losses import losses_by_axis, losses_note, untouched_axes
 from pyprune.methods.score._rank import Ranking
-from pyprune.methods.score._structures import LayerAxis, OpenUnits, StructureScores
+from pyprune.methods.score._structures import PLAN_UNITS, LayerAxis, OpenUnits, StructureScores
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import Moments, gather_moments
 
@@ -233,11 +233,10 @@ def open_units(request: PlanRequest) -> OpenUnits:
 
 def _open_share(request: PlanRequest, scope: OpenUnits) -> float:
     """Return the share of all parameters that the open layers would lose if they lost every open unit."""
-    blocks = {"heads": {"query_heads": (), "kv_heads": ()}, "ffn": {"ffn": ()}}
-    emptied = {name: kept for axis in scope.axes for name, kept in blocks.get(axis, {}).items()}
     plan = request.identity
-    for layer in scope.layers:
-        plan = plan.with_layer(layer, **emptied)
+    for layer, axis in scope.places:
+        if layer is not None:
+            plan = plan.with_layer(layer, **dict.fromkeys(PLAN_UNITS[axis], ()))
     return share_of_parameters(request.family, request.shapes, plan)
 
 

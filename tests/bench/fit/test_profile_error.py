@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,7 +51,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
             share = seconds / costs.predict(quantity, identity)
             measured[str(quantity)] = {"seconds": 1.05 * seconds, "share_of_dense": 1.1 * share}
         rows.append(
-            {"kind": "row", "key": name, "name": name, "engine": "transformers", "dense": asdict(plan.dense),
+            {"kind": "row", "key": name, "name": name, "engine": "transformers", "dense": plan.dense.to_dict(),
              "measured": measured, "environment": ENVIRONMENT}
         )  # fmt: skip
     append_jsonl(tmp_path / "rows.jsonl", rows)

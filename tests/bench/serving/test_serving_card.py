@@ -29,7 +29,7 @@ from tests._support.models import tiny_model
 from tests._support.served import REAL_VLLM
 from tests._support.tokenizer import tiny_tokenizer
 
-TINY = Sizes(2, 4, 2, 1, 2, 6, 10)
+TINY = Sizes.decoder(2, 4, 2, 1, 2, 6, 10)
 WHOLE = [(2, 1, 6), (2, 1, 6)]
 MACHINE = {"device": "a CPU", "cpus": 2, "isa": []}
 RATES = {"flops": 100.0, "bytes": 100.0, "threads": 1}
@@ -142,7 +142,7 @@ def record(seconds: dict[str, list[float]] | None = None, **values: Any) -> Json
     return {
         "kind": "engine", "key": "a", "model": "tiny", "mode": "eager", "quantity": "prefill@3",
         "kind_of_work": "prefill", "tokens": 3, "batch": 1, "names": names,
-        "sizes": vars(TINY), "environment": MACHINE, **engine_figures(seconds or SECONDS, resident=True), **values,
+        "sizes": TINY.to_dict(), "environment": MACHINE, **engine_figures(seconds or SECONDS, resident=True), **values,
     }  # fmt: skip
 
 

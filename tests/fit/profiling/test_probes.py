@@ -47,7 +47,7 @@ from tests._support.models import tiny_batch, tiny_model
 from tests._support.served import SIZES
 from tests.fit._profiles import fake_profile
 
-SMOLLM2 = PrunePlan.identity("llama", Sizes(30, 576, 9, 3, 64, 1536, 49152))
+SMOLLM2 = PrunePlan.identity("llama", Sizes.decoder(30, 576, 9, 3, 64, 1536, 49152))
 QUICK = {
     "engine": "transformers",
     "dtype": "float32",
@@ -100,7 +100,7 @@ def test_probes_have_the_multiples_of_their_format(dtype: str) -> None:
         assert slow_sizes(plan, SizeRules.of(dtype)) == [], name
 
 
-@pytest.mark.parametrize("sizes", [Sizes(1, 48, 6, 6, 8, 40, 64), Sizes(2, 48, 4, 1, 8, 3, 64)])
+@pytest.mark.parametrize("sizes", [Sizes.decoder(1, 48, 6, 6, 8, 40, 64), Sizes.decoder(2, 48, 4, 1, 8, 3, 64)])
 def test_small_models_have_fewer_probes_and_none_is_the_dense_model_again(sizes: Sizes) -> None:
     plans = probe_plans(PrunePlan.identity("llama", sizes))
     assert 4 <= len(plans) < 13

@@ -29,13 +29,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.errors import ConfigError, ScoreError
-from pyprune.families.base import BLOCKS
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, layer_runner, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import frozen_eval
-from pyprune.probe.streams import LayerRunner, Part
+from pyprune.probe.streams import LayerRunner
 
 Multiples = tuple[tuple[int, int], ...]
 """A layer's parameters as a sum of dense layers': (dense layer, how many times), ascending, without zeros."""
@@ -238,7 +237,7 @@ class _Similarity:
             streams = [self.layers.embed(batch) for batch in group]
             for index, terms in collapsed:
                 with merged_layer(self.layers, index, terms, made.get(index)) as layer:
-                    self.layers.run_(layer, Part(index, BLOCKS), streams)
+                    self.layers.run_(layer, self.layers.whole_layer(index), streams)
             for batch, stream in zip(group, streams, strict=True):
                 with self.layers.continue_from(stream) as model:
                     output: Tensor = model.base_model(input_ids=batch.to(model.device), use_cache=False)[0]

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pyprune.families.base import BLOCKS
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layer_runner, micro_batches
 from pyprune.methods.layers.shortgpt import ShortGptOptions
 from pyprune.methods.ratio import Unit
 from pyprune.probe.activations import frozen_eval
-from pyprune.probe.streams import LayerRunner, Part, parts_of
+from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.progress import track
 
 
@@ -68,9 +67,9 @@ def _around(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the streams [B, T, H] before and after the unit of a layer, and the one that leaves the layer."""
     if unit == "layer":
-        out = runner.run(layer, Part(index, BLOCKS), stream)
+        out = runner.run(layer, runner.whole_layer(index), stream)
         return stream, out, out
-    first, *second = parts_of(runner.family, index)
+    first, *second = runner.parts(index)
     if not second:  # side by side: both blocks read and write the same stream
         alone = runner.run(layer, Part(index, (unit,)), stream)
         return stream, alone, runner.run(layer, first, stream)

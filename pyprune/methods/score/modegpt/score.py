@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError
-from pyprune.families.base import BLOCKS
 from pyprune.methods.base import own_options
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.modegpt import ModeGptOptions
 from pyprune.probe.activations import frozen_eval
 from pyprune.probe.moments import add_moments_
-from pyprune.probe.streams import LayerRunner, Part
+from pyprune.probe.streams import LayerRunner
 from pyprune.runtime.progress import track
 
 
@@ -39,7 +38,7 @@ def score(run: Scoring) -> None:
     runner = LayerRunner.of(run.model) if run.layers is None else run.layers
     size = run.score.batch_size or micro_batch_for(len(run.samples), run.samples.shape[1])
     streams = [runner.embed(batch.to(run.device)) for batch in run.samples.split(size)]
-    width = run.scope.units("ffn")
+    width = run.scope.dense.intermediate_size
     with frozen_eval(runner.model):
         for index in track(range(max(names) + 1), "second moments"):
             moments = torch.zeros(width, width, device=run.device)
@@ -47,7 +46,7 @@ def score(run: Scoring) -> None:
                 if index in names:
                     add = partial(_add, moments)
                     hooks.callback(run.module(names[index]).register_forward_pre_hook(add).remove)
-                runner.run_(layer, Part(index, BLOCKS), streams)
+                runner.run_(layer, runner.whole_layer(index), streams)
             if index in names:
                 run.add_units(index, "ffn", ridge_leverage(moments, ridge))
     run.details["tokens"] = run.samples.numel()

@@ -20,12 +20,12 @@ def score(run: Scoring) -> None:
             # One generator a place, so that opening another layer or axis changes no other scores.
             place = 0 if layer is None else 1 + 2 * layer + (axis == "ffn")
             generator = torch.Generator().manual_seed(seed * 1_000_003 + place)
-            run.add_units(layer, axis, _numbers(run.scope, axis, generator))
+            run.add_units(layer, axis, _numbers(run.scope, axis, layer, generator))
 
 
-def _numbers(scope: OpenUnits, axis: str, generator: torch.Generator) -> Tensor:
+def _numbers(scope: OpenUnits, axis: str, layer: int | None, generator: torch.Generator) -> Tensor:
     """Draw float64 [units of the axis]; the query heads of a KV group that is removed as a whole share one number."""
     if axis != "heads" or not scope.whole_groups:
-        return torch.rand(scope.units(axis), generator=generator, dtype=torch.float64)
-    groups = torch.rand(scope.units("kv_heads"), generator=generator, dtype=torch.float64)
+        return torch.rand(scope.units(axis, layer), generator=generator, dtype=torch.float64)
+    groups = torch.rand(scope.units("kv_heads", layer), generator=generator, dtype=torch.float64)
     return groups.repeat_interleave(scope.dense.group_size) / scope.dense.group_size
