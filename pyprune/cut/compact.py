@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     state = dict(_compact_state(model, family, plan, target))
     smaller = _empty_model(target.config, model)
     smaller.load_state_dict(state, strict=False, assign=True)
+    smaller.load_state_dict(dict(_kept_buffers(model, family, plan)), strict=False, assign=True)
     smaller.tie_weights()
     _check_complete(smaller, state)
     _become(model, smaller)
@@ -176,6 +178,18 @@ def _compact_state(
         if cut is not None:
             yield cut.name, cut.of(parameter.detach())
     yield from zero_biases(target, plan, dtype=model.dtype, device=model.device)
+
+
+def _kept_buffers(model: PreTrainedModel, family: Family, plan: PrunePlan) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint holds, of kept layers and outside of them, by their new names."""
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        layer = re.match(re.escape(family.layers_path) + r"\.(\d+)\.(.*)\Z", name)
+        if layer and name in stored and int(layer[1]) in plan.kept_layers:
+            name = f"{family.layers_path}.{plan.kept_layers.index(int(layer[1]))}.{layer[2]}"
+        elif layer or name not in stored:
+            continue
+        yield name, buffer.detach().clone()
 
 
 def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:

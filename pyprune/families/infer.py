@@ -471,6 +471,9 @@ def _check_idle_layer(facts: _Facts, layer: nn.Module, stream: Tensor, run: Call
             nn.init.zeros_(parameter)
         elif parameter.ndim == 1:
             parameter.mul_(1 + 0.1 * torch.arange(len(parameter)) / len(parameter))
+    for name, buffer in layer.named_buffers():
+        if name in layer.state_dict() and buffer.is_floating_point():
+            buffer.mul_(1.1)
     x = (torch.arange(stream.numel()).view_as(stream) % 13 - 6) / 5
     half = torch.arange(stream.shape[-1]) % 2
     y = run(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from pyprune.families import find_family
@@ -95,6 +96,8 @@ VALUES: dict[str, dict[str, Any]] = {
 def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
     """A randomised float32 model in eval mode, with every bias that its configuration can switch on, and short windows.
 
+    Buffers that a checkpoint holds have other values than their constructors give them.
+
     Args:
         model_type: of :data:`INFERRED`.
         tied: the head shares the embedding's tensor.
@@ -104,7 +107,12 @@ def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
     values |= {name: True for name, value in config.items() if value is False and name.endswith("bias")}
     if config.get("sliding_window"):
         values["sliding_window"] = 6
-    return random_model(model_type, **values)
+    model = random_model(model_type, **values)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.mul_(1.5)
+    return model
 
 
 def closed_by(model: PreTrainedModel, axis: str) -> str | None:

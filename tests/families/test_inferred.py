@@ -224,6 +224,14 @@ def test_heads_that_are_normalised_or_held_back_one_by_one_are_cut() -> None:
         assert model.get_parameter(f"model.layers.0.self_attn.{name}").shape == shape
 
 
+def test_buffers_of_kept_layers_keep_their_values() -> None:
+    model = tiny_inferred("apertus")
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.beta.fill_(index)
+    compact_(model, family_for(model).plan(model.config).drop_layers([0, 2]))
+    assert [layer.mlp.act_fn.beta.item() for layer in model.model.layers] == [1, 3, 4]
+
+
 def test_layers_of_a_model_with_an_unknown_list_are_closed() -> None:
     model = tiny_inferred("smollm3")
     model.config.layer_temperatures = [1.0] * 5
