@@ -564,6 +564,13 @@ def cut_axes(plan: PrunePlan) -> set[str]:
     return axes
 
 
+def closed_obstacle(plan: PrunePlan, family: Family, config: PretrainedConfig) -> str | None:
+    """Return the first closed axis that a plan cuts, with its reason, as part of a sentence; None if there is none."""
+    closed = family.closed_axes(config)
+    axis = next(iter(closed.keys() & cut_axes(plan)), None) if closed else None
+    return f"the axis {axis}, which is closed in this {plan.model_type!r} model: {closed[axis]}" if axis else None
+
+
 def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> None:
     """Refuse a plan made for another model.
 
@@ -574,11 +581,8 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
     plan.validate()
     if plan.model_type != family.model_type:
         raise PlanError(f"The plan is for model type {plan.model_type!r}, but the model is {family.model_type!r}.")
-    for axis, reason in family.closed_axes(config).items():
-        if axis in cut_axes(plan):
-            raise PlanError(
-                f"The plan cuts the axis {axis}, which is closed in this {plan.model_type!r} model: {reason}."
-            )
+    if reason := closed_obstacle(plan, family, config):
+        raise PlanError(f"The plan cuts {reason}.")
     sizes = family.sizes(config)
     if plan.dense != sizes:
         raise PlanError(

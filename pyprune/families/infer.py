@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
@@ -116,16 +117,29 @@ def causal_types() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def _inferred(model_type: str) -> Family | str:
+    with _undisturbed():
+        try:
+            return _infer(model_type)
+        except _Obstacle as obstacle:
+            return str(obstacle)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Compute on the CPU in float32, without warnings, whatever the caller has set; keep its random numbers."""
+    import torch
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, dtype = logging.get_verbosity(), torch.get_default_dtype()
     logging.set_verbosity(100)  # tiny sizes make some classes warn
+    torch.set_default_dtype(torch.float32)
     try:
-        return _infer(model_type)
-    except _Obstacle as obstacle:
-        return str(obstacle)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.inference_mode(mode=False):
+            torch.manual_seed(0)
+            yield
     finally:
         logging.set_verbosity(level)
+        torch.set_default_dtype(dtype)
 
 
 @dataclass

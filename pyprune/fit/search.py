@@ -24,6 +24,7 @@ from pyprune.data.stream import check_sequence_length, position_limit
 from pyprune.data.tokens import Batch
 from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedModelError
 from pyprune.families import begins_with_bos, family_for
+from pyprune.families.base import closed_obstacle
 from pyprune.fit.attempts import Attempt, Tries
 from pyprune.fit.choices import ChoiceOptions, Obstacle, Search, Space, UnitScores
 from pyprune.fit.cost import Costs, ExactCosts, common_multiple
@@ -225,12 +226,19 @@ class Fitting:
 
     @cached_property
     def obstacle(self) -> Obstacle:
-        """(plan) -> why the profile's engine, llama.cpp or a quantised format cannot hold it; None = all can."""
+        """(plan) -> why the model, the profile's engine, llama.cpp or a format cannot hold it; None = all can."""
         engines = [self.profile.engine] if self.profile is not None else []
         layout = weight_format(self.weights).layout
         if layout == "gguf":
             engines.append("llamacpp")
-        rules = [engine_obstacle(self.model.config, engine) for engine in dict.fromkeys(engines)]
+        config, family = self.model.config, family_for(self.model)
+
+        def closed(plan: PrunePlan) -> str | None:
+            reason = closed_obstacle(plan, family, config)
+            return f"They cut {reason}." if reason else None
+
+        rules: list[Obstacle] = [closed]
+        rules += [engine_obstacle(config, engine) for engine in dict.fromkeys(engines)]
         if layout in ("channel", "packed"):
             rules += [lambda plan: quantising_obstacle(plan, self.weights), self._shared_obstacle]
         return lambda plan: next(filter(None, (rule(plan) for rule in rules)), None)

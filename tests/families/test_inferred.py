@@ -19,7 +19,7 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
 from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
 from pyprune.families import all_families, count_parameters, family_for, find_family, parameter_shapes, parameters_after
-from pyprune.families.infer import causal_types, inferred_family
+from pyprune.families.infer import _inferred, causal_types, inferred_family
 from pyprune.families.table import open_table
 from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
@@ -293,6 +293,16 @@ def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) ->
     tables = json.loads(run("families", "--json", "-").output)
     assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
     assert tables["Refused"][0]["reason"].startswith("model.layers.0.mlp.gate.weight has a dimension of 8")
+
+
+def test_inference_does_not_depend_on_the_state_of_torch() -> None:
+    _inferred.cache_clear()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.device("meta"), torch.inference_mode():
+        assert find_family("smollm3") is not None
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_a_type_that_cannot_be_inferred_names_the_parameter() -> None:
