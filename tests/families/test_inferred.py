@@ -17,8 +17,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
+from pyprune.cut.target import choose_target
 from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
-from pyprune.families import all_families, count_parameters, family_for, find_family, parameter_shapes, parameters_after
+from pyprune.families import (
+    all_families,
+    count_parameters,
+    family_for,
+    find_family,
+    parameter_shapes,
+    parameters_after,
+    shapes_after,
+)
 from pyprune.families.infer import _inferred, causal_types, inferred_family
 from pyprune.families.table import open_table
 from pyprune.plan import PrunePlan
@@ -30,7 +39,7 @@ from tests._support.compare import assert_same_logits
 from tests._support.inferred import INFERRED, NOT_INFERRED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch
 from tests._support.paths import REPO
-from tests._support.plans import axis_plans
+from tests._support.plans import axis_plans, keep_kv_groups
 from tests._support.text import write_model, write_text
 from tests.families.test_contract import AXES, cached_logits, logits
 
@@ -113,6 +122,29 @@ def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> N
             compact_(dense, plan_of(dense, axis))
     else:
         check(dense, plan_of(dense, axis), tmp_path)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("model_type", INFERRED)
+def test_the_sizes_of_a_published_model_are_cut(model_type: str) -> None:
+    """What a class is by default is one of its published models; its shapes are compared, no weights are made."""
+    config = AutoConfig.for_model(model_type)
+    heads = config.num_attention_heads
+    for name, size in (("head_dim", config.hidden_size // heads), ("num_key_value_heads", heads)):
+        if getattr(config, name, size) is None:  # Transformers cannot build such a model; every published one has it
+            setattr(config, name, size)
+    family = family_for(config)
+    plan = family.plan(config)
+    plan = plan.keep_hidden(range(plan.dense.hidden_size * 3 // 4))
+    if "layers" not in family.closed_axes(config):
+        plan = plan.drop_layers([1])
+    for layer in plan.layers:
+        plan = keep_kv_groups(plan, layer.index, [0]).with_layer(layer.index, ffn=range(256))
+    with torch.device("meta"):
+        shapes = parameter_shapes(AutoModelForCausalLM.from_config(config))
+        for each in (plan, plan.with_layer(0, ffn=range(128))):
+            cut = AutoModelForCausalLM.from_config(choose_target(family, config, each).config)
+            assert sorted(shapes_after(family, shapes, each).values()) == sorted(parameter_shapes(cut).values())
 
 
 @pytest.mark.parametrize("model_type", INFERRED)
