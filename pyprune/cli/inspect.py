@@ -158,7 +158,7 @@ def families(
         markdown: Print Markdown, as docs/families.md has it.
     """
     from pyprune.checkpoint.load import ModelSource
-    from pyprune.families import family_for
+    from pyprune.families import family_for, find_family
     from pyprune.families.table import known_types, model_table, open_table, refused_table
     from pyprune.runtime.progress import track
     from pyprune.runtime.report import markdown_table
@@ -167,7 +167,9 @@ def families(
         config = ModelSource.of(model).config
         tables = [model_table(family_for(config), config, model)]
     else:
-        types = list(track(known_types(), "looking at model types"))
+        types = known_types()
+        for name in track(types, "looking at model types"):
+            find_family(name)  # is kept for the tables
         tables = [open_table(types), refused_table(types)]
     if markdown:
         typer.echo("\n\n".join(map(markdown_table, tables)))
