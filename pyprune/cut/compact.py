@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.cut.mask import gauge_
+from pyprune.cut.proof import assert_proven
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
@@ -69,10 +70,11 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
 
     Raises:
         PlanError: the plan is inconsistent or was made for another model.
-        UnsupportedModelError: unknown model type, variant or parameter.
+        UnsupportedModelError: unknown model type, variant or parameter; or an inferred table that is wrong.
     """
     family = family_for(model)
     check_plan(plan, family, model.config)
+    assert_proven(family, compact_)
     target = choose_target(family, model.config, plan)
     before = count_parameters(model)
     if plan.removed_hidden and family.gauges(model.config):

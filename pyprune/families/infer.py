@@ -117,7 +117,7 @@ def causal_types() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def _inferred(model_type: str) -> Family | str:
-    with _undisturbed():
+    with undisturbed():
         try:
             return _infer(model_type)
         except _Obstacle as obstacle:
@@ -125,7 +125,7 @@ def _inferred(model_type: str) -> Family | str:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Compute on the CPU in float32, without warnings, whatever the caller has set; keep its random numbers."""
     import torch
     from transformers.utils import logging

@@ -22,8 +22,9 @@ from pyprune.checkpoint.save import convert_weight
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
 from pyprune.checkpoint.stored import StoredModel, build_without_parameters
 from pyprune.checkpoint.tokenizer import copy_tokenizer
-from pyprune.cut.compact import Buffers, CompactReport, TensorCut, tensor_cut
+from pyprune.cut.compact import Buffers, CompactReport, TensorCut, compact_, tensor_cut
 from pyprune.cut.mask import gauge_weight
+from pyprune.cut.proof import assert_proven
 from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
 from pyprune.families import check_plan, shapes_after
@@ -96,6 +97,7 @@ class StreamedCut:
         self.plan = plan
         self.dtype = dtype
         self.device, self.family = source.device, source.family
+        assert_proven(source.family, compact_)
         self._target = choose_target(source.family, source.config, plan)
         self._tied = bool(source.config.tie_word_embeddings)
         self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)

@@ -17,6 +17,7 @@ from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, become_shapes_, compact_
 from pyprune.cut.compensate import CompensationReport, compensate_, target_of
 from pyprune.cut.mask import masked
+from pyprune.cut.proof import assert_proven
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
@@ -74,6 +75,7 @@ class Stages:
 
     def decide(self) -> PlanDecision:
         """Decide what to remove, or take the decision of an interrupted run or a saved plan."""
+        assert_proven(family_for(self.model), compact_)
         if self.work is not None:
             self.work.check_text(self.text.digests())
         kept = self.work.read_decision() if self.work is not None else None

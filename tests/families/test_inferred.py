@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
+from pyprune.cut.proof import _error_of_cut
 from pyprune.cut.target import choose_target
 from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
 from pyprune.families import (
+    Family,
     all_families,
     count_parameters,
     family_for,
@@ -325,6 +328,25 @@ def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) ->
     tables = json.loads(run("families", "--json", "-").output)
     assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
     assert tables["Refused"][0]["reason"].startswith("model.layers.0.mlp.gate.weight has a dimension of 8")
+
+
+def test_a_wrong_table_is_refused_before_anything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's norms multiply by 1 + w; a table that says w is found by a cut of a tiny model."""
+    right = inferred_family("gemma")
+    assert isinstance(right, Family)
+    wrong = replace(right, unit_offset_norm=False)
+    model = tiny_inferred("gemma")
+    weights = model.model.norm.weight.detach().clone()
+    for module in ("pyprune.families", "pyprune.cut.proof", "pyprune.cut.compact", "pyprune.cut.mask"):
+        for name in ("family_for", "family_of_type"):
+            monkeypatch.setattr(f"{module}.{name}", lambda *_: wrong, raising=False)
+    _error_of_cut.cache_clear()
+    try:
+        with pytest.raises(UnsupportedModelError, match=r"inferred for the model type 'gemma' is wrong: .*% off"):
+            compact_(model, right.plan(model.config).keep_hidden(range(40)))
+    finally:
+        _error_of_cut.cache_clear()
+    assert torch.equal(model.model.norm.weight, weights)
 
 
 def test_inference_does_not_depend_on_the_state_of_torch() -> None:
