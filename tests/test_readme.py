@@ -33,6 +33,7 @@ CONTRIBUTING = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SMALL = {
     "LLaMA 1/2/3, SmolLM2": "llama",
     "Phi-2": "phi",
+    "GPT-NeoX, Pythia (with parallel residuals)": "gpt_neox",
     "StarCoder2 (tied head; an untied one as Phi-2)": "starcoder2-tied",
 }
 """Rows of the matrix whose tiny model is not called like them."""

@@ -60,12 +60,13 @@ def _has_untied_head(folder: Path, config: PretrainedConfig) -> bool:
     """Check whether a folder's safetensors hold a head with other values than the embedding."""
     if not has_safetensors(folder):
         return False
-    rows = dense_family(config).rows
-    vocabulary = [row for row in rows if row.axes == ("vocab", "hidden")]
+    family = dense_family(config)
+    vocabulary = [row for row in family.rows if row.axes == ("vocab", "hidden")]
     files, names = TensorFiles(folder), {}
     for name in files.names():
         for row in vocabulary:
-            if row.regex.match(name) or row.regex.match(f"model.{name}"):  # the decoder alone may be stored
+            parameter = family.parameter_name(name)
+            if row.regex.match(parameter) or row.regex.match(f"model.{parameter}"):  # the decoder alone may be stored
                 names[row.role] = name
     if len(names) < 2:
         return False

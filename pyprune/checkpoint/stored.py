@@ -241,7 +241,7 @@ class StoredModel:
 
     def _parameter_name(self, name: str) -> str:
         """Return the model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
-        rows = self.family.rows
+        rows, name = self.family.rows, self.family.parameter_name(name)
         return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in rows)), name)
 
     def _check_shapes(self) -> None:

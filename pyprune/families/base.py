@@ -8,7 +8,7 @@ No torch is imported: a table also describes a model whose weights are not in me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -63,10 +63,13 @@ class Row:
         width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
             for the parameter of the normalised projection, weight for that norm's weight.
         kind: the kind of layers that has the parameter; None = every kind, or it is outside the layers.
+        by_group: the fused dimension holds one KV group after another, each with its part of every axis in order
+            (Falcon: the queries of a group, its key, its value; GPT-NeoX: of one head each); otherwise one whole axis
+            after another.
 
     Raises:
         UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
-            ``width_norm`` would normalise as a whole.
+            ``width_norm`` would normalise as a whole; ``by_group`` without a fused dimension of heads.
     """
 
     pattern: str
@@ -75,6 +78,7 @@ class Row:
     block: Block | None = None
     width_norm: Literal["", "input", "weight"] = ""
     kind: str | None = None
+    by_group: bool = False
 
     def __post_init__(self) -> None:
         fused = [axes for axes in self.dimensions if len(axes) > 1]
@@ -90,6 +94,8 @@ class Row:
                 f"The row {self.pattern!r} is fused and has width_norm {self.width_norm!r}; a projection that is "
                 "normalised over its whole width must be a parameter of its own."
             )
+        if self.by_group and not (fused and {*fused[0]} <= {"heads", "kv_heads"}):
+            raise UnsupportedModelError(f"The row {self.pattern!r} is by_group, but fuses no heads and KV heads.")
 
     @cached_property
     def dimensions(self) -> tuple[tuple[Axis, ...], ...]:
@@ -227,6 +233,8 @@ class Family:
             without axes is closed: it is kept whole, and is removed only with its layer.
         layer_kinds: (config) -> kind of every layer.
         block_sizes: (family, config, kind) -> sizes of the blocks of a kind, in order.
+        parallel: the blocks of a layer read the same stream, although each has a norm of its own in front; blocks that
+            share one are known to.
         norm: rms (RMSNorm) or layer (LayerNorm with mean subtraction).
         unit_offset_norm: norms multiply by 1 + w instead of w (Gemma).
         scaled_embedding: the embedding is multiplied by sqrt(hidden_size) (Gemma).
@@ -243,6 +251,7 @@ class Family:
         closed: axis (or "layers") -> reason why no plan may cut it.
         refused_switches: switch of the configuration -> (the value that is not supported, the reason).
         stored_buffers: checkpoints hold tensors that are no parameters, so that they are not cut from file to file.
+        stored_names: parameter name -> its name in files of the stock architecture, if it differs.
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
@@ -266,6 +275,7 @@ class Family:
     kinds: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = field(default_factory=lambda: KINDS, hash=False)
     layer_kinds: Callable[[PretrainedConfig], tuple[str, ...]] = alike_layers
     block_sizes: Callable[[Family, PretrainedConfig, str], Mapping[Block, BlockSizes]] = decoder_blocks
+    parallel: bool = False
     norm: Literal["rms", "layer"] = "rms"
     unit_offset_norm: bool = False
     scaled_embedding: bool = False
@@ -279,6 +289,7 @@ class Family:
     closed: Mapping[str, str] = field(default_factory=dict)
     refused_switches: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
     stored_buffers: bool = False
+    stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
     vllm_layer: str = ""
     vllm: str = ""
@@ -402,6 +413,10 @@ class Family:
             f"No row of the {self.model_type!r} family table describes the parameter {name!r}. {advice}"
         )
 
+    def parameter_name(self, name: str) -> str:
+        """Return the name of a parameter by its name in files (:attr:`stored_names`)."""
+        return next((own for own, stored in self.stored_names.items() if stored == name), name)
+
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
         """Return the decoder layers; each maps hidden states [B, T, H] to hidden states [B, T, H]."""
         module: Any = model
@@ -494,21 +509,62 @@ def kept_positions(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> list[t
         layer: the kept parts of its layer; None outside the layers.
         plan: the kept parts of the model.
     """
-    return [_kept_along(axes, layer, plan) for axes in row.dimensions]
+    return [_kept_along(axes, row, layer, plan) for axes in row.dimensions]
 
 
-def _kept_along(axes: tuple[Axis, ...], layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
-    """Return the kept positions along a dimension that counts these axes in a row."""
+def _kept_along(axes: tuple[Axis, ...], row: Row, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
+    """Return the kept positions along a dimension of a row that counts these axes."""
     kept = [kept_indices(axis, layer, plan) for axis in axes]
     if len(kept) == 1 or layer is None or all(indices is None for indices in kept):
         return kept[0]
     positions: list[int] = []
-    start = 0
-    for axis, indices in zip(axes, kept, strict=True):
-        width = axis_width(axis, plan.dense, layer.index)
-        positions += [start + i for i in (range(width) if indices is None else indices)]
-        start += width
-    return tuple(positions)
+    for indices, part in zip(kept, fused_parts(row, plan.dense, layer.index), strict=True):
+        positions += part.positions(range(part.width) if indices is None else indices)
+    return tuple(sorted(positions))
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """The place of one axis in a fused dimension: a run of channels in each of some groups of positions.
+
+    Attributes:
+        groups: groups of the whole dimension; 1 if whole axes follow one another.
+        step: positions of a group.
+        start: the part's first position in a group.
+        length: its positions in a group.
+    """
+
+    groups: int
+    step: int
+    start: int
+    length: int
+
+    @property
+    def width(self) -> int:
+        """Channels of the axis."""
+        return self.groups * self.length
+
+    def positions(self, channels: Iterable[int]) -> list[int]:
+        """Return the positions of channels of the axis."""
+        return [c // self.length * self.step + self.start + c % self.length for c in channels]
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the axis's part of a tensor, whose other dimensions do not change."""
+        if self.groups == 1:
+            return tensor.narrow(dim, self.start, self.length)
+        groups: Tensor = tensor.unflatten(dim, (self.groups, self.step))
+        return groups.narrow(dim + 1, self.start, self.length).flatten(dim, dim + 1)
+
+
+def fused_parts(row: Row, dense: Sizes, layer: int) -> tuple[FusedPart, ...]:
+    """Return the places of the axes in the fused dimension of a row, in order."""
+    dim = row.fused_dim
+    axes = () if dim is None else row.dimensions[dim]
+    groups = dense.units("kv_heads", layer) if row.by_group else 1
+    lengths = [axis_width(axis, dense, layer) // groups for axis in axes]
+    return tuple(
+        FusedPart(groups, sum(lengths), sum(lengths[:number]), length) for number, length in enumerate(lengths)
+    )
 
 
 def block_is_skipped(row: Row, layer: LayerPlan | None) -> bool:

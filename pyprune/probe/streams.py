@@ -49,7 +49,7 @@ def parts_of(family: Family, layer: int, blocks: tuple[Block, ...]) -> tuple[Par
         layer: index of the layer.
         blocks: all its blocks.
     """
-    side_by_side = any(row.role == "pre_norm" and row.block is None for row in family.rows)
+    side_by_side = family.parallel or any(row.role == "pre_norm" and row.block is None for row in family.rows)
     return (Part(layer, blocks),) if side_by_side else tuple(Part(layer, (block,)) for block in blocks)
 
 

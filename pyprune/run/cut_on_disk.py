@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from pyprune.cut.mask import gauge_weight
 from pyprune.cut.proof import assert_proven
 from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
-from pyprune.families import check_plan, shapes_after
+from pyprune.families import check_plan, find_family, shapes_after
 from pyprune.plan import PrunePlan
 from pyprune.runtime.files import atomic_folder, check_output
 
@@ -140,7 +141,9 @@ class StreamedCut:
             "dtype": str(model.config.dtype).removeprefix("torch."),
         }
         with atomic_folder(out, overwrite=overwrite) as temporary:
-            digests = write_shards(temporary, self._entries, self._tensors(), limit)
+            entries = [replace(entry, name=self._stored_name(entry.name)) for entry in self._entries]
+            tensors = ((self._stored_name(name), pieces) for name, pieces in self._tensors())
+            digests = write_shards(temporary, entries, tensors, limit)
             model.config.save_pretrained(temporary)
             write_older_notation(temporary)
             if model.generation_config is not None:
@@ -165,6 +168,11 @@ class StreamedCut:
         dense = self._dense_names[name]
         cut = cast(TensorCut, tensor_cut(dense, self.family, self.plan, tied=self._tied))  # it stays
         return cut.of(self._to_gauge(dense, source.read(dense)))
+
+    def _stored_name(self, name: str) -> str:
+        """The name of a parameter of the cut model in the files that Transformers writes of its architecture."""
+        family = find_family(self._target.stock.model_type) if self._target.stock else None
+        return family.stored_names.get(name, name) if family else name
 
     def _to_gauge(self, name: str, tensor: Tensor) -> Tensor:
         """A dense tensor as it is cut: where the family needs that, in the gauge of the channels that stay."""

@@ -51,7 +51,7 @@ NOT_INFERRED = (
     *("falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "fuyu", "gemma3"),
     *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified"),
     *("gemma4_unified_assistant", "gemma4_unified_text", "git", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-    *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox_japanese", "gpt_oss", "gptj", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hrm_text", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
     *("inkling_text", "jamba", "jetmoe", "kimi_linear", "laguna", "lfm2"),

@@ -97,6 +97,8 @@ TINY |= {
         "starcoder2",
         {"num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False},
     ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-tied-no-bias": ("gpt_neox", {"attention_bias": False, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
     "olmo2-tied-bias": ("olmo2", {"attention_bias": True, "head_dim": 16, "tie_word_embeddings": True}),
     "phi3": ("phi3", {"num_key_value_heads": 2}),

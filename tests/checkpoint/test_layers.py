@@ -37,10 +37,8 @@ def test_the_stream_of_stored_layers_is_that_of_the_model(name: str, tmp_path: P
                     )
                     stream = stored.run(layer, part, stream)
         expected = model(ids, output_hidden_states=True, use_cache=False).hidden_states
-        norm = getattr(getattr(model.model, "decoder", model.model), "final_layernorm", None)
-        if norm is None:
-            inner = getattr(model.model, "decoder", model.model)
-            norm = getattr(inner, "final_layer_norm", None) or inner.norm
+        (name, *_) = (p.name for p in named_axes(model) if p.row.role == "final_norm")
+        norm = model.get_submodule(name.rpartition(".")[0])
         assert torch.equal(norm(stream), expected[-1])
     assert all(p.is_meta for layer in stored.layers for p in layer.parameters())
 

@@ -123,7 +123,7 @@ def stock_holds(dense: PreTrainedModel, plan: PrunePlan) -> bool:
     heads = len(plan.layers[0].query_heads)
     if family.needs_virtual_norm(config, plan):
         return False
-    if heads != plan.dense.num_attention_heads and not family.has_head_dim_field:
+    if not family.has_head_dim_field and heads * plan.dense.head_dim != len(plan.hidden):
         return False
     # Transformers counts the longrope factors of a stock configuration by hidden_size // heads.
     longrope = (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.config.run import PruneConfig
-from pyprune.cut.compact import compact_
+from pyprune.cut.compact import compact_, tensor_cut
 from pyprune.cut.compensate import compensate_
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Row, family_for, parameter_shapes, parameters_after
+from pyprune.families import Family, Row, StockClasses, family_for, parameter_shapes, parameters_after
 from pyprune.families.base import kept_positions
 from pyprune.methods.registry import get_method, own_methods
 from pyprune.methods.score import ScoreMethod
+from pyprune.methods.score._structures import projections
+from pyprune.plan import PrunePlan, Sizes
 from pyprune.probe.effects import weight_sums
 from pyprune.run.recipe import build_config
 from tests._support.compare import assert_same_logits
@@ -187,6 +190,62 @@ def test_positions_of_a_fused_dimension_follow_one_another() -> None:
     assert kept_positions(QKV, plan.layers[0], plan) == [expected, (0, 5)]
 
 
+GROUPED = replace(QKV, by_group=True)
+DENSE = PrunePlan.identity("any", Sizes.decoder(1, 7, 6, 3, 2, 5, 11))
+"""Three KV groups: two queries, a key and a value of two channels each, one after another in a fused projection."""
+
+
+def grouped(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Lay [heads, KV heads, KV heads, with their channels] out group by group."""
+    groups = [part.unflatten(0, (3, -1)) for part in (queries, keys, values)]
+    return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def test_positions_of_a_dimension_by_group_are_those_of_its_groups() -> None:
+    layout = grouped(torch.arange(12), torch.arange(12, 18), torch.arange(18, 24)).tolist()
+    plan = DENSE.with_layer(0, query_heads=[1, 4], kv_heads=[0, 2])
+    in_a_row, _ = kept_positions(QKV, plan.layers[0], plan)
+    by_group, hidden = kept_positions(GROUPED, plan.layers[0], plan)
+    assert in_a_row is not None
+    assert by_group is not None
+    assert hidden is None
+    expected = [2, 3, 12, 13, 18, 19, 8, 9, 16, 17, 22, 23]  # of group 0, then of group 2
+    assert [layout[i] for i in by_group] == expected
+    assert sorted(expected) == list(in_a_row)
+    assert kept_positions(GROUPED, DENSE.layers[0], DENSE) == [None, None]
+
+
+@pytest.mark.parametrize("row", [QKV, GROUPED], ids=["in a row", "by group"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_each_projection_is_found_in_its_layout(row: Row, dim: int) -> None:
+    parts = [torch.rand(n, 7) for n in (12, 6, 6)]
+    fused = grouped(*parts) if row.by_group else torch.cat(parts)
+    row = row if dim == 0 else replace(row, axes=row.axes[::-1])
+    found = projections(row, DENSE.dense, 0)
+    assert [projection.axes[dim] for projection in found] == ["heads", "kv_heads", "kv_heads"]
+    for projection, part in zip(found, parts, strict=True):
+        expected = part if dim == 0 else part.T
+        assert torch.equal(projection.of(fused if dim == 0 else fused.T), expected)
+
+
+def test_a_transposed_matrix_is_cut_like_the_other() -> None:
+    """As in GPT-2, whose weights are [in, out]."""
+    plan = DENSE.with_layer(0, query_heads=[1, 4], kv_heads=[0, 2], ffn=[0, 3]).keep_hidden([0, 2, 6])
+    for row in (GROUPED, replace(QKV, axes=("hidden", "ffn"), role="writer", block="mlp")):
+        turned = replace(row, axes=row.axes[::-1])
+        first, second = (replace(tiny_family(), rows=(each,)) for each in (row, turned))
+        name = QKV.pattern.replace("{i}", "0")
+        dense = torch.rand(24 if row is GROUPED else 7, 7 if row is GROUPED else 5)
+        cuts = [tensor_cut(name, family, plan, tied=False) for family in (first, second)]
+        assert cuts[0] is not None
+        assert cuts[1] is not None
+        assert torch.equal(cuts[0].of(dense), cuts[1].of(dense.T.contiguous()).T)
+
+
+def tiny_family() -> Family:
+    return Family("any", StockClasses.locate("llama", "Llama"), (), ())
+
+
 @pytest.mark.parametrize(
     ("axes", "width_norm", "words"),
     [
@@ -198,3 +257,9 @@ def test_positions_of_a_fused_dimension_follow_one_another() -> None:
 def test_a_row_that_cannot_be_cut_is_refused(axes: Any, width_norm: Any, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         Row("model.layers.{i}.odd.weight", axes, "reader", "attention", width_norm=width_norm)
+
+
+@pytest.mark.parametrize("axes", [("heads", "hidden"), (("ffn", "ffn"), "hidden")], ids=str)
+def test_a_row_without_groups_is_not_by_group(axes: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="is by_group, but fuses no heads"):
+        Row("model.layers.{i}.odd.weight", axes, "reader", "attention", by_group=True)

@@ -44,7 +44,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }  # fmt: skip
-NO_WINDOWS = ("llama", "opt", "phi", "granite", "olmo2")
+NO_WINDOWS = ("llama", "opt", "phi", "granite", "olmo2", "gpt_neox")
 WINDOWED = ("qwen2", "qwen3")
 """Families whose configuration says which layers have windows."""
 
@@ -107,6 +107,8 @@ SWEEP = [
 def write(root: Path, name: str, variant: str, cut: str) -> Path | None:
     """The export, or None where the sizes that stay are of no stock architecture."""
     sizes = OPT_SIZES if name == "opt" else SIZES
+    if name == "gpt_neox":  # each query head has a key and a value
+        sizes = {key: size for key, size in SIZES.items() if key not in ("num_key_value_heads", "head_dim")}
     model = tiny_model(name, **{**sizes, **variants(name)[variant]})
     damp_(model)
     plan = CUTS[cut](family_for(model).plan(model.config))

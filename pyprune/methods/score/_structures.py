@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from pyprune.config.score import ScoreAxis, ScoreConfig
 from pyprune.errors import ConfigError, ScoreError, shown
 from pyprune.families import NamedParam, Row, named_axes
-from pyprune.families.base import PLAN_AXES, Axis, axis_width
+from pyprune.families.base import PLAN_AXES, Axis, FusedPart, fused_parts
 from pyprune.ops import group_importance
 from pyprune.plan import Sizes
 
@@ -39,19 +39,17 @@ class Projection:
         axes: the axis of each of its dimensions.
         label: distinguishes it from the others in the same parameter; empty if there are none.
         dim: the fused dimension; None for a whole parameter.
-        start: its first position along ``dim``.
-        length: its positions along ``dim``.
+        part: its place along ``dim``; None for a whole parameter.
     """
 
     axes: tuple[Axis, ...]
     label: str = ""
     dim: int | None = None
-    start: int = 0
-    length: int = 0
+    part: FusedPart | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return its part of a tensor of the parameter's shape."""
-        return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.length)
+        return tensor if self.dim is None or self.part is None else self.part.of(tensor, self.dim)
 
 
 def projections(row: Row, dense: Sizes, layer: int | None) -> tuple[Projection, ...]:
@@ -60,12 +58,9 @@ def projections(row: Row, dense: Sizes, layer: int | None) -> tuple[Projection, 
     if dim is None or layer is None:
         return (Projection(tuple(axis for (axis,) in row.dimensions)),)
     fused: list[Projection] = []
-    start = 0
-    for number, axis in enumerate(row.dimensions[dim]):
-        axes = tuple(axis if d == dim else one[0] for d, one in enumerate(row.dimensions))
-        length = axis_width(axis, dense, layer)
-        fused.append(Projection(axes, f"[{number}]", dim, start, length))
-        start += length
+    for number, part in enumerate(fused_parts(row, dense, layer)):
+        axes = tuple(one[number] if d == dim else one[0] for d, one in enumerate(row.dimensions))
+        fused.append(Projection(axes, f"[{number}]", dim, part))
     return tuple(fused)
 
 
