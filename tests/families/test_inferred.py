@@ -37,7 +37,7 @@ from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
 from pyprune.runtime.report import markdown_table
-from tests._support.cli import run
+from tests._support.cli import refused, run
 from tests._support.compare import assert_same_logits
 from tests._support.inferred import INFERRED, NOT_INFERRED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch
@@ -328,6 +328,12 @@ def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) ->
     tables = json.loads(run("families", "--json", "-").output)
     assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
     assert tables["Refused"][0]["reason"].startswith("model.layers.0.mlp.gate.weight has a dimension of 8")
+
+
+def test_llama_cpp_has_no_layout_for_inferred_types(tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("smollm3"), tmp_path / "dense")
+    message = refused("export", folder, "--format", "gguf", "--out", tmp_path / "model.gguf")
+    assert "A smollm3 model cannot be written as GGUF: pyprune has no layout for this family" in message
 
 
 def test_a_wrong_table_is_refused_before_anything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
