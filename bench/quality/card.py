@@ -69,7 +69,7 @@ BEFORE = {
     "taylor, as before": "--preset taylor-paper --set score.ranking=local",
     "wanda, as before": "--preset wanda-paper --set score.ranking=local",
     "flap, as before": "--preset flap-paper",
-    "obs, as before": "--method obs --set score.closed_ends=0",
+    "obs, as before": "--method obs --set score.closed_ends=0 --set score.ranking=global --set score.normalise=size",
 }
 """What the same names gave in earlier releases."""
 LAYERS = {"shortgpt": "--method shortgpt", "shortgpt-plain": "--method shortgpt-plain"}

@@ -89,7 +89,8 @@ def _taylor(share: float, axes: Sequence[str], **ranking: str) -> dict[str, Any]
 
 
 def _obs(*axes: str) -> dict[str, Any]:
-    return {"preset": "obs", "options": {"ratio": 0.2, "score.axes": list(axes)}}
+    one_order = {"score.ranking": "global", "score.normalise": "size", "score.closed_ends": 0}
+    return {"preset": "obs", "options": {"ratio": 0.2, "score.axes": list(axes), **one_order}}
 
 
 ELDER: dict[str, Any] = {"preset": "elder", "text": "prose", "part": (144, 128), "regulariser": "elder"}

@@ -34,8 +34,12 @@ FORMS = ("-plain", "-trained", "-paper")
 GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
-OLD_NAMES = {"taylor-recovered": "taylor-trained"}
-"""Preset of an earlier release -> its name now."""
+RECOMMENDED = "obs"
+"""The method that ``best`` stands for: the lowest row of docs/results.md for a share of the parameters."""
+OTHER_NAMES = {"taylor-recovered": "taylor-trained"} | {
+    f"best{end}": f"{RECOMMENDED}{end}" for end in ("", "-plain", "-trained")
+}
+"""Name that is not the preset's own -> the preset: ``best``, and those of earlier releases."""
 TRAINED_BEFORE = ("dress", "elder", "pca", "trsp")
 """Presets that trained after the cut in earlier releases; NAME-trained does now."""
 
@@ -198,7 +202,7 @@ def check_name(name: str) -> None:
         ConfigError: unknown name, with the closest one and all that exist.
     """
     if name not in method_modules():
-        raise ConfigError(did_you_mean(name, method_modules(), "method"))
+        raise ConfigError(did_you_mean(name, ("best", *method_modules()), "method"))
 
 
 def get_method(name: str) -> Method:
@@ -272,7 +276,7 @@ def preset(name: str) -> PruneConfig:
 
 
 def _maker(name: str) -> Callable[[], PruneConfig]:
-    name, makers = OLD_NAMES.get(name, name), presets()
+    name, makers = OTHER_NAMES.get(name, name), presets()
     installed = installed_methods() if name not in makers else {}
     method = name.partition("-")[0]
     if method in installed:
@@ -294,9 +298,9 @@ def _installed_presets(entry: EntryPoint) -> dict[str, Callable[[], PruneConfig]
 
 
 def note_of_name(name: str) -> str | None:
-    """Return one line that says what a name of an earlier release is now; None if its meaning did not change."""
-    if name in OLD_NAMES:
-        return f"{name} is called {OLD_NAMES[name]} now."
+    """Return one line that says what a name stands for, if it is not a preset's own or its meaning changed."""
+    if name in OTHER_NAMES:
+        return f"{name} is {OTHER_NAMES[name]} in this release."
     if name in TRAINED_BEFORE:
         return f"{name} chooses, cuts and reconstructs; {name}-trained also trains, as {name} did in earlier releases."
     return None

@@ -21,7 +21,7 @@ from typing_extensions import override
 from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, RecoverCheckpointConfig
 from pyprune.errors import LONGEST_NAME, ConfigError, shown
 from pyprune.methods.registry import (
-    OLD_NAMES,
+    OTHER_NAMES,
     check_name,
     get_method,
     method_modules,
@@ -185,7 +185,7 @@ def build_config(
 def _take_form(options: dict[str, Any]) -> str | None:
     """Replace a form (taylor-trained) that is given as the method by its method, and return it as a preset's name."""
     form = options.get("method")
-    if not isinstance(form, str) or form in method_modules() or form not in {*presets(), *OLD_NAMES}:
+    if not isinstance(form, str) or form in method_modules() or form not in {*presets(), *OTHER_NAMES}:
         return None
     options["method"] = preset_options(form)["method"]
     return form
@@ -193,7 +193,7 @@ def _take_form(options: dict[str, Any]) -> str | None:
 
 @cache
 def say_changed_name(name: str) -> None:
-    """Print once what a name of an earlier release is now."""
+    """Print once what a name stands for, if that is not plain."""
     if note := note_of_name(name):
         warn(note)
 

@@ -136,9 +136,21 @@ def test_an_old_name_works_and_says_what_it_is_now(capsys: pytest.CaptureFixture
     build_config(preset="elder")
     build_config(preset="wanda")
     said = capsys.readouterr().err
-    assert "taylor-recovered is called taylor-trained now." in said
+    assert "taylor-recovered is taylor-trained in this release." in said
     assert "elder-trained also trains, as elder did in earlier releases." in said
     assert "wanda" not in said
+
+
+def test_the_recommended_name_is_the_method_that_it_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
+    say_changed_name.cache_clear()
+    found = build_config(options={"method": "best", "ratio": 0.3})
+    assert found == replace(preset("obs"), ratio=0.3)
+    assert found.cut.reconstruct == "least_squares"
+    assert build_config(options={"method": "best-trained"}) == preset("obs-trained")
+    assert build_config(preset="best-plain") == preset("obs-plain")
+    assert "best is obs in this release." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="best"):
+        build_config(options={"method": "bset"})
 
 
 def test_a_recipe_starts_from_the_method_that_will_run(tmp_path: Path) -> None:

@@ -168,17 +168,22 @@ def test_heads_go_in_the_order_of_their_costs(unit: str) -> None:
     assert float(values.min()) > 0
 
 
-def test_the_preset_takes_channels_of_all_layers_in_one_order() -> None:
-    found = preset("obs-plain")
+def test_the_preset_takes_as_many_channels_of_every_layer_and_no_heads() -> None:
+    decision = decision_of(tiny_model("llama"), SAMPLES, replace(preset("obs-plain"), ratio=0.1))
+    assert len({len(layer.ffn) for layer in decision.plan.layers}) == 1
+    assert len(decision.plan.layers[0].ffn) < 40
+    assert not decision.plan.removed_hidden
+    assert all(len(layer.query_heads) == 6 for layer in decision.plan.layers)
+
+
+def test_one_order_of_all_layers_takes_most_of_one_that_writes_next_to_nothing() -> None:
     model = tiny_model("llama")
-    with torch.no_grad():  # a layer that writes next to nothing
+    with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight.mul_(1e-3)
-    decision = decision_of(model, SAMPLES, replace(found, ratio=0.1))
+    decision = decision_of(model, SAMPLES, replace(options(axes=("ffn",), normalise="size"), ratio=0.1))
     widths = [len(layer.ffn) for layer in decision.plan.layers]
     assert widths[2] == 1, "one channel always stays"
     assert max(widths) > 30
-    assert not decision.plan.removed_hidden
-    assert all(len(layer.query_heads) == 6 for layer in decision.plan.layers)
 
 
 def test_heads_and_channels_compare_where_heads_are_opened() -> None:

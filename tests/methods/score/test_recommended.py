@@ -38,10 +38,10 @@ def test_the_papers_presets_keep_the_one_order_of_all_layers(name: str) -> None:
     assert papers.cut.reconstruct == "none"
 
 
-def test_scores_that_do_compare_keep_the_one_order() -> None:
-    """obs counts nats; the control draws every score from one range."""
+def test_the_control_keeps_the_one_order() -> None:
+    """It draws every score from one range."""
     found = {name for name in score_presets() if preset(name).score_options.ranking == "global"}
-    assert found == {"obs", "random"}
+    assert found == {"random"}
 
 
 def ends_kept(layers: int, ratio: float, settings: tuple[str, ...] = ()) -> tuple[int, int]:
