@@ -198,12 +198,13 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
     """Return the same weights as an instance of the pruned architecture (the tensors are shared)."""
     from transformers import AutoModelForCausalLM
 
-    from pyprune.families import all_families, family_for, find_family
+    from pyprune.families import all_families, check_table, family_for, find_family
     from pyprune.modeling import pruned_config_class
 
     model_type = str(model.config.model_type)
     if model_type.startswith("pruned_") or find_family(model_type) is None:
         raise ConfigError(did_you_mean(model_type, all_families(), "model type of a pruned architecture"))
+    check_table(family_for(model), "The pruned architecture")
     values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
     values |= {"head_dim": family_for(model).sizes(model.config).head_dim, "per_layer_config": {}}
     config = pruned_config_class(model_type)(**values)

@@ -321,7 +321,7 @@ def _axes(model: PreTrainedModel) -> Callable[[str], tuple[tuple[str, ...], ...]
     from pyprune.families import dense_family
 
     family = dense_family(model)
-    return lambda layer: family.match(f"{layer}.weight")[0].dimensions
+    return lambda layer: family.match(f"{layer}.weight")[0].dimensions or (("inner",), ("inner",))
 
 
 def _advice(axes: tuple[str, ...], multiple: int) -> str:

@@ -28,6 +28,7 @@ from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
 from pyprune.families import all_families, dense_family, family_of_type, find_family, parameter_shapes
+from pyprune.families.alone import is_remote, remember_remote
 
 GENERATION = "generation_config.json"
 QUANTISED_PER_ELEMENT = 8
@@ -49,9 +50,10 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     refuse_adapter(Path(folder))
     with actionable(source):
         config, model = checked_config(source, {"trust_remote_code": False})
-        if config.tie_word_embeddings and _has_untied_head(Path(folder), config):
+        tied = getattr(config, "tie_word_embeddings", False)
+        if tied and _has_untied_head(Path(folder), config):
             config.tie_word_embeddings = False
-        elif config.tie_word_embeddings:
+        elif tied:
             model.tie_weights()
         return config, parameter_shapes(model)
 
@@ -115,7 +117,7 @@ def checked_values(source: str, options: Mapping[str, Any], *, quantised: bool =
     local = os.path.isdir(source)
     raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
     _refuse_wrapper(raw, source)
-    if raw.get("model_type") is not None:
+    if raw.get("model_type") is not None and not (options.get("trust_remote_code") and raw.get("auto_map")):
         check_model_type(raw["model_type"])
     check_config(raw, source, quantised=quantised)
     return raw
@@ -154,10 +156,13 @@ def load_config(source: str, **options: Any) -> Any:
                 f"{label(source)} has a per_layer_config that no stock architecture reads, and Transformers builds no "
                 "model of it. pyprune reads sizes per layer in checkpoints that it wrote itself."
             )
-        return AutoConfig.from_pretrained(source, **options)
+        config = AutoConfig.from_pretrained(source, **options)
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
+    if is_remote(config) and config.model_type not in all_families():
+        remember_remote(config)
+    return config
 
 
 def _is_stock(model_type: object) -> bool:

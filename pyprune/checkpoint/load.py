@@ -202,7 +202,7 @@ class ModelSource:
                 return self._commit()
             recorded = read_pruning_json(folder).files if has_record(folder) else {}
             if self.gguf_file is None:
-                checked_values(self.name, {})  # before hours are spent reading weights that nobody can use
+                checked_values(self.name, self.options)  # before hours are spent reading weights that nobody can use
                 files = [folder / CONFIG, *weight_files(folder, pickled=True)]
             else:
                 files = [folder / self.gguf_file]
@@ -229,6 +229,8 @@ class ModelSource:
         if self.folder is None:
             return f"{self.name} has no safetensors"
         family = find_family(read_config(self.folder).get("model_type"))
+        if family is not None and family.layers_alone:
+            return f"{family.model_type!r} models have no table of their parameters"
         if family is not None and family.stored_buffers:
             return f"the files of {family.model_type!r} models hold buffers, which no table describes"
         return None
@@ -408,7 +410,7 @@ def check_filled(source: str, info: Mapping[str, Any]) -> None:
 def _correct_tying(model: PreTrainedModel) -> None:
     """Correct the config where Transformers left a head untied because it is stored with other values."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if model.config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
+    if getattr(model.config, "tie_word_embeddings", False) and head is not None and head.weight is not embedding.weight:
         model.config.tie_word_embeddings = False
 
 

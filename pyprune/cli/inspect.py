@@ -147,7 +147,7 @@ def families(
     json_file: str | None = None,
     debug: bool = False,
 ) -> None:
-    """List the model types that can be pruned and the open axes of each, then the types that are refused and why.
+    """List the model types with their open axes, those that lose whole layers alone, and why others are refused.
 
     With MODEL: its sizes and open axes alone, or the reason why it cannot be pruned. Its weights are not read.
 
@@ -159,7 +159,7 @@ def families(
     """
     from pyprune.checkpoint.load import ModelSource
     from pyprune.families import family_for, find_family
-    from pyprune.families.table import known_types, model_table, open_table, refused_table
+    from pyprune.families.table import known_types, layers_table, model_table, open_table, refused_table
     from pyprune.runtime.progress import track
     from pyprune.runtime.report import markdown_table
 
@@ -170,12 +170,14 @@ def families(
         types = known_types()
         for name in track(types, "looking at model types"):
             find_family(name)  # is kept for the tables
-        tables = [open_table(types), refused_table(types)]
+        tables = [open_table(types), layers_table(types), refused_table(types)]
     if markdown:
         typer.echo("\n\n".join(map(markdown_table, tables)))
         return
     data = {table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for table in tables}
-    counts = f"{len(tables[0].rows)} types can be pruned, {len(tables[-1].rows)} are refused."
+    if model is None:
+        opened, alone, refused = len(tables[0].rows), tables[1].rows[0][0], len(tables[2].rows)
+        counts = f"{opened} types can be pruned, {alone} lose whole layers alone, {refused} are refused."
     output(data, json_file, *tables, *([counts] if model is None else []))
 
 

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.cut.mask import gauge_
 from pyprune.cut.proof import assert_proven
+from pyprune.cut.shorter import check_shorter, shorter_model
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
@@ -77,6 +78,10 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     assert_proven(family, compact_)
     target = choose_target(family, model.config, plan)
     before = count_parameters(model)
+    if family.layers_alone:
+        check_shorter(model, plan, target.config)
+        _become(model, shorter_model(model, plan.kept_layers, family.layers_path, target.config))
+        return CompactReport(before, count_parameters(model), type(model).__name__, stock=True, reasons=())
     if plan.removed_hidden and family.gauges(model.config):
         gauge_(model, plan.hidden)
     state = dict(_compact_state(model, family, plan, target))

@@ -161,7 +161,7 @@ def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Targe
         UnsupportedModelError: the family cannot carry the biases.
     """
     family = family_for(model)
-    added = biases and any(_all_lost_inputs(plan, family).values())
+    added = biases and not family.layers_alone and any(_all_lost_inputs(plan, family).values())
     return choose_target(family, compensated_config(model, family) if added else model.config, plan)
 
 

@@ -13,9 +13,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, NamedParam, Row, check_plan, family_for, named_axes
+from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, family_for, named_axes
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
+from pyprune.probe.hooks import LayerHooks
 
 
 @torch.no_grad()
@@ -24,6 +25,7 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
 
     A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. A removed
     hidden channel is zero in every tensor with a hidden axis (for Gemma's 1 + w norms, 1 + w is zero).
+    Of a type without a table, a removed layer runs and its output is replaced by its input, by a hook.
     Families that slice LayerNorm through the gauge are put into it first (see :func:`gauge_`).
 
     Args:
@@ -34,7 +36,11 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
         PlanError: the plan does not belong to this model.
         UnsupportedModelError: unknown model type or parameter.
     """
-    masking = Masking(family_for(model), model.config, plan)
+    family = family_for(model)
+    masking = Masking(family, model.config, plan)
+    if family.layers_alone:
+        _hook_layers(model, plan)
+        return
     for param in named_axes(model):
         masking.apply_(param)
 
@@ -87,9 +93,21 @@ def masked(model: PreTrainedModel, plan: PrunePlan) -> Iterator[PreTrainedModel]
 
     Holds a copy of all weights meanwhile (one times the model's bytes).
     """
+    if family_for(model).layers_alone:
+        check_plan(plan, family_for(model), model.config)
+        hooks = _hook_layers(model, plan)
+        try:
+            yield model
+        finally:
+            hooks.remove()
+        return
     with restored(model):
         mask_(model, plan)
         yield model
+
+
+def _hook_layers(model: PreTrainedModel, plan: PrunePlan) -> LayerHooks:
+    return LayerHooks(decoder_layers(model), plan.removed_layers, lambda index, before, after: before)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ _at_work: set[str] = set()
 
 
 def assert_proven(family: Family, cut: Cut) -> None:
-    """Refuse an inferred family that fails on a tiny model of its type; it takes a second, once in a process.
+    """Refuse an inferred table that fails on a tiny model of its type; it takes a second, once in a process.
 
     Args:
         family: of a model that is to be cut.
@@ -32,7 +32,7 @@ def assert_proven(family: Family, cut: Cut) -> None:
         UnsupportedModelError: the message has the difference.
     """
     name = family.model_type
-    if name in all_families() or name in _at_work:
+    if family.layers_alone or name in all_families() or name in _at_work:
         return
     _at_work.add(name)
     try:

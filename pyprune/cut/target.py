@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
+from pyprune.families.alone import shorter_config
 from pyprune.families.base import Axis, axis_width, kept_indices
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
@@ -39,7 +40,12 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
         family: of the dense model.
         config: of the dense model.
         plan: the parts to keep.
+
+    Raises:
+        PlanError: whole layers are removed that a type without a table cannot lose.
     """
+    if family.layers_alone:
+        return Target(shorter_config(family.layers_path, config, plan.kept_layers), family.stock_targets[0], ())
     reasons: list[str] = []
     for stock in family.stock_targets:
         reason = stock.obstacle(config, plan)

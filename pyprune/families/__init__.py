@@ -40,10 +40,12 @@ __all__ = [
     "all_families",
     "begins_with_bos",
     "check_plan",
+    "check_table",
     "count_parameters",
     "decoder_layers",
     "dense_family",
     "family_for",
+    "family_or_reason",
     "family_of_type",
     "find_family",
     "named_axes",
@@ -88,7 +90,7 @@ def serving_obstacle(config: Mapping[str, Any]) -> str | None:
 
 def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("base", "common", "exceptions", "gguf_forms", "infer", "scale", "table"):
+        if module.name not in ("alone", "base", "common", "exceptions", "gguf_forms", "infer", "scale", "table"):
             name = f"{__name__}.{module.name}"
             yield name, import_module(name).FAMILIES
 
@@ -142,7 +144,7 @@ def begins_with_bos(config: Any) -> bool:
 
 def find_family(model_type: object) -> Family | None:
     """Return the family of a model type, dense or pruned; None if it has no table and none can be inferred."""
-    family = _family_or_reason(str(model_type).removeprefix("pruned_"))
+    family = family_or_reason(str(model_type).removeprefix("pruned_"))
     return family if isinstance(family, Family) else None
 
 
@@ -153,21 +155,31 @@ def family_of_type(model_type: object) -> Family:
         UnsupportedModelError: it has no table, and none can be inferred; the message names the reason.
     """
     name = str(model_type).removeprefix("pruned_")
-    family = _family_or_reason(name)
+    family = family_or_reason(name)
     if isinstance(family, Family):
         return family
     text = did_you_mean(name[:80], all_families(), "model type")
     raise UnsupportedModelError(f"{text} No table could be inferred for it: {family}." if family else text)
 
 
-def _family_or_reason(model_type: str) -> Family | str:
-    """Return a family, or the reason why none can be inferred; "" for a type that Transformers does not know."""
+def family_or_reason(model_type: str) -> Family | str:
+    """Return a family, of whole layers alone where no table can be inferred, or the reason why there is none.
+
+    The reason is "" for a type that Transformers does not know.
+    """
     family = all_families().get(model_type)
     if family is not None:
         return family
+    from pyprune.families.alone import REMOTE, family_of_layers
     from pyprune.families.infer import inferred_family
 
-    return inferred_family(model_type)
+    if model_type in REMOTE:
+        return REMOTE[model_type]
+    inferred = inferred_family(model_type)
+    if isinstance(inferred, Family):
+        return inferred
+    alone = family_of_layers(model_type)
+    return alone if isinstance(alone, Family) else f"{inferred}; nor whole layers removed: {alone}" if inferred else ""
 
 
 def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
@@ -190,6 +202,23 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     if reason:
         raise UnsupportedModelError(f"This {model_type!r} variant is not supported: {reason}")
     return family
+
+
+def check_table(family: Family, work: str) -> None:
+    """Refuse work that reads a table, for a type that has none.
+
+    Args:
+        family: of the model.
+        work: what would be done, the beginning of a sentence.
+
+    Raises:
+        UnsupportedModelError: the message names a method that needs no table.
+    """
+    if family.layers_alone:
+        raise UnsupportedModelError(
+            f"{work} needs a table of the parameters of {family.model_type!r} models, and there is none.\n"
+            "Whole layers can be removed without one: --method shortgpt-plain."
+        )
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

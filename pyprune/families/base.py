@@ -55,9 +55,9 @@ class Row:
     """One line of a family's table.
 
     Attributes:
-        pattern: parameter name; ``{i}`` stands for the layer index.
+        pattern: parameter name; ``{i}`` stands for the layer index, and ``*`` for any text.
         axes: the axis of every dimension, in order; a dimension of fused projections names several axes, such as
-            ("heads", "kv_heads", "kv_heads") for queries, keys and values.
+            ("heads", "kv_heads", "kv_heads") for queries, keys and values. () = any dimensions, which no plan cuts.
         role: effect of the parameter on the residual stream.
         block: the sub-block that owns it; None when it belongs to the layer or the model as a whole.
         width_norm: for projections whose output is divided by its root mean square over the whole first axis: input
@@ -110,7 +110,8 @@ class Row:
     @cached_property
     def regex(self) -> re.Pattern[str]:
         """Matches a full parameter name; group "i" is the layer index."""
-        return re.compile(re.escape(self.pattern).replace(r"\{i\}", r"(?P<i>\d+)") + r"\Z")
+        pattern = re.escape(self.pattern).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\*", ".*")
+        return re.compile(pattern + r"\Z")
 
     @property
     def is_bias(self) -> bool:
@@ -249,6 +250,8 @@ class Family:
         hidden_fields: the config fields that hold the hidden size.
         layer_lists: the config fields with a value for each layer, which are sliced with the layers.
         closed: axis (or "layers") -> reason why no plan may cut it.
+        layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
+        plan_obstacle: (config, plan) -> reason why a model of the type cannot lose the removed layers, or None.
         refused_switches: switch of the configuration -> (the value that is not supported, the reason).
         stored_buffers: checkpoints hold tensors that are no parameters, so that they are not cut from file to file.
         stored_names: parameter name -> its name in files of the stock architecture, if it differs.
@@ -287,6 +290,8 @@ class Family:
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     layer_lists: tuple[str, ...] = ("layer_types",)
     closed: Mapping[str, str] = field(default_factory=dict)
+    layers_alone: str = ""
+    plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None
     refused_switches: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
     stored_buffers: bool = False
     stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -328,6 +333,8 @@ class Family:
         Axes are hidden, heads and ffn, and "layers".
         """
         closed = dict(self.closed)
+        if self.layers_alone:
+            return closed
         for name in _unknown_lists(config, self.layer_lists):
             closed["layers"] = f"{name} of its configuration has as many values as layers, and may belong to them"
         if config.tie_word_embeddings and self.bare_head and self.norm == "rms":
@@ -587,7 +594,7 @@ def shapes_after(family: Family, shapes: Mapping[str, tuple[int, ...]], plan: Pr
         layer = layers.get(index) if index is not None else None
         if (index is not None and layer is None) or block_is_skipped(row, layer):
             continue
-        kept = kept_positions(row, layer, plan)
+        kept = kept_positions(row, layer, plan) or [None] * len(shape)
         result[name] = tuple(n if k is None else len(k) for n, k in zip(shape, kept, strict=True))
     return result
 
@@ -632,7 +639,7 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
 
     Raises:
         PlanError: the plan is inconsistent, its model type or dense sizes differ from the model's, or it removes a
-            block alone that can only be removed with its layer.
+            block alone that can only be removed with its layer, or layers without which the others would change.
     """
     plan.validate()
     if plan.model_type != family.model_type:
@@ -651,3 +658,5 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
                 raise PlanError(
                     f"The plan removes the block {block!r} of layer {layer.index} alone. Keep it, or remove the layer."
                 )
+    if reason := family.plan_obstacle(config, plan):
+        raise PlanError(reason)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyprune.families import all_families, find_family
+from pyprune.families import all_families, family_or_reason, find_family
 from pyprune.families.base import Family
-from pyprune.families.infer import causal_types, inferred_family
+from pyprune.families.infer import causal_types
 from pyprune.runtime.report import Table
 
 if TYPE_CHECKING:
@@ -24,19 +24,26 @@ def known_types() -> list[str]:
 
 
 def open_table(model_types: Iterable[str]) -> Table:
-    """Return a row for each of these types that has a family: its open axes, and why others are closed.
+    """Return a row for each of these types that has a table: its open axes, and why others are closed.
 
     Args:
         model_types: of Transformers; a family without a table is inferred, which takes a quarter of a second.
     """
-    families = [family for name in model_types if (family := find_family(name)) is not None]
+    families = [family for family in map(find_family, model_types) if family is not None and not family.layers_alone]
     rows = [_row(family) for family in sorted(families, key=lambda family: family.model_type)]
     return Table("Model types", ("type", "table", *AXES, "closed, or refused"), tuple(rows))
 
 
+def layers_table(model_types: Iterable[str]) -> Table:
+    """Return one row with those of these types that have no table, and lose whole layers alone."""
+    families = {name: find_family(name) for name in sorted(model_types)}
+    names = [name for name, family in families.items() if family is not None and family.layers_alone]
+    return Table("Layers alone", ("count", "types"), ((len(names), ", ".join(names)),))
+
+
 def refused_table(model_types: Iterable[str]) -> Table:
     """Return a row for each of these types that has no family, with the reason."""
-    reasons = [(name, inferred_family(name)) for name in sorted(model_types) if find_family(name) is None]
+    reasons = [(name, family_or_reason(name)) for name in sorted(model_types) if find_family(name) is None]
     return Table("Refused", ("type", "reason"), tuple((name, cast(str, reason)) for name, reason in reasons))
 
 
@@ -64,7 +71,7 @@ def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
     """
     sizes = family.sizes(config)
     closed = family.closed_axes(config)
-    source = "own" if family.model_type in all_families() else "inferred"
+    source = "own" if family.model_type in all_families() else "none" if family.layers_alone else "inferred"
     rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", source)]
     rows += [(f"{kind} layers", sizes.describe(kind)) for kind in sizes.kinds]
     rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]

@@ -25,7 +25,7 @@ from pyprune.checkpoint.record import annotate_checkpoint
 from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import BudgetError, ConfigError, DataError, OutputError, PypruneError
-from pyprune.families import family_for
+from pyprune.families import check_table, family_for
 from pyprune.fit.choices import ChoiceOptions, Space
 from pyprune.fit.cost import Costs, ExactCosts, profile_missing
 from pyprune.fit.formats import WEIGHT_FORMATS, weight_format
@@ -523,6 +523,7 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     counted = [Budget(tuple(x for x in budget.limits if not x.quantity.is_timed)) for budget in budgets]
     check_sequence_length(config, options.data.sequence_length)
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
+    check_table(family_for(config), "A search of sizes")
     identity = family_for(config).plan(config)
 
     def refusal(budget: Budget, choices: ChoiceOptions) -> BudgetError | None:

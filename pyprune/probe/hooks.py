@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyprune.probe.streams import identity, replaced_forwards
+from pyprune.probe.streams import entering_stream, leaving_stream, replaced_forwards, skip_layer, with_stream
 
 OutputHook = Callable[[int, Tensor, Tensor], Tensor | None]
 """(layer index, input [B, T, H], output [B, T, H]) -> replacement output, or None to leave it."""
@@ -18,7 +18,7 @@ class LayerHooks:
     """Forward hooks on decoder layers; :meth:`remove` restores the model.
 
     Args:
-        layers: the decoder layers; each maps ``hidden_states`` [B, T, H] to a tensor of that shape.
+        layers: the decoder layers; each maps a stream [B, T, H] to one of that shape, alone or first in a tuple.
         indices: which of them to hook.
         hook: called after each of their forward passes (and again where gradient checkpointing recomputes).
     """
@@ -31,18 +31,19 @@ class LayerHooks:
             self._undo.callback(layers[i].register_forward_hook(self._wrap(i, hook), with_kwargs=True).remove)
 
     @staticmethod
-    def _wrap(index: int, hook: OutputHook) -> Callable[..., Tensor | None]:
+    def _wrap(index: int, hook: OutputHook) -> Callable[..., Any]:
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-            before: Tensor = args[0] if args else kwargs["hidden_states"]
-            return hook(index, before, output)
+            replacement = hook(index, entering_stream(args, kwargs), leaving_stream(output))
+            return None if replacement is None else with_stream(output, replacement)
 
         return after
 
     def skip(self, index: int) -> None:
-        """Make a layer the identity without computing it."""
+        """Make a layer the identity; it is computed only where it returns more than the stream."""
         if index not in self.skipped:
             self.skipped.add(index)
-            self._undo.enter_context(replaced_forwards({self.layers[index]: identity}))
+            layer = self.layers[index]
+            self._undo.enter_context(replaced_forwards({layer: skip_layer(layer)}))
 
     def remove(self) -> None:
         """Take all hooks off and let skipped layers compute again."""

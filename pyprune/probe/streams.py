@@ -7,6 +7,7 @@ wherever the rest of the model is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, decoder_layers, family_for
 from pyprune.families.base import Block
 from pyprune.runtime import processes
+from pyprune.runtime.modes import evaluation_mode
 from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import track
 
@@ -74,6 +77,8 @@ class LayerRunner:
         self.device = model.device
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._bfloat16 = False
+        alone = bool(family.layers_alone)
+        self._skips = {layer: skip_layer(layer) if alone else identity for layer in self.layers}
 
     @staticmethod
     def of(model: PreTrainedModel | LayerRunner) -> LayerRunner:
@@ -82,21 +87,52 @@ class LayerRunner:
         Raises:
             UnsupportedModelError: unknown model type or variant.
         """
-        return model if isinstance(model, LayerRunner) else LayerRunner(model, family_for(model))
+        if isinstance(model, LayerRunner):
+            return model
+        runner = LayerRunner(model, family_for(model))
+        if runner.family.layers_alone:
+            runner._check_chain()
+        return runner
+
+    @torch.no_grad()
+    def _check_chain(self) -> None:
+        """Refuse a model whose layers give each other more than the stream, which scores by layer would not see."""
+        ids = torch.arange(3, 35, device=self.device)[None]
+        with evaluation_mode(self.model):
+            streams = [self.embed(ids)]
+            for index, layer in enumerate(self.layers):
+                self.run_(layer, Part(index, self.blocks[index]), streams)
+            with self.continue_from(streams[0]) as model:
+                logits = model(ids, use_cache=False).logits.float()
+            expected = self.model(ids, use_cache=False).logits.float()
+        if not (logits - expected).norm() < 0.05 * expected.norm():
+            raise UnsupportedModelError(
+                f"The layers of this {self.family.model_type!r} model give each other more than the stream, so they "
+                "cannot be scored one by one.\nUse --method last, or name the kept layers in a file (--plan)."
+            )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the stream [B, T, H] that enters the first layer for token ids int64 [B, T]."""
         calls: list[dict[str, Any]] = []
         streams: list[Tensor] = []
 
-        def record(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            streams.append(hidden_states)
-            calls.append(kwargs)
-            return hidden_states
+        def recorder(layer: nn.Module) -> Callable[..., Any]:
+            names = tuple(inspect.signature(layer.forward).parameters)
+            skip = self._skips[layer]
 
-        with replaced_forwards(dict.fromkeys(self.layers, record)):
+            def record(*args: Any, **kwargs: Any) -> Any:
+                stream = entering_stream(args, kwargs)
+                streams.append(stream)
+                others = dict(zip(names[1:], args[1:], strict=False)) | kwargs
+                others.pop(names[0], None)
+                calls.append(others)
+                return skip(*args, **kwargs)
+
+            return record
+
+        with replaced_forwards({layer: recorder(layer) for layer in self.layers}):
             self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
-        self._calls[ids.shape[0], ids.shape[1]] = self._drop_causal_masks(calls)
+        self._calls[streams[0].shape[0], streams[0].shape[1]] = self._drop_causal_masks(calls)
         return streams[0]
 
     def _drop_causal_masks(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,7 +141,7 @@ class LayerRunner:
         Transformers makes such a mask if a sequence is as long as the window. Without a mask torch's attention is
         causal too, and takes half the time.
         """
-        if self.model.config._attn_implementation != "sdpa":
+        if self.model.config._attn_implementation != "sdpa" or self.family.layers_alone:
             return calls
         masks = {id(mask): mask for mask in (call.get("attention_mask") for call in calls)}
         plain = {key for key, mask in masks.items() if mask is not None and _is_causal(mask)}
@@ -204,7 +240,7 @@ class LayerRunner:
         call = self.keywords(part.layer, stream)
         silent = set(self.blocks[part.layer]) - set(part.blocks)
         with silent_blocks(module, self.family, silent), self.autocast(stream):
-            return module(stream, **call)  # type: ignore[no-any-return]
+            return leaving_stream(module(stream, **call))
 
     def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
         """Take the streams [B, T, H] of batches through a part, in their list; one at a time is held twice."""
@@ -219,10 +255,10 @@ class LayerRunner:
     def continue_from(self, stream: Tensor) -> Iterator[PreTrainedModel]:
         """Yield the model such that it continues from a stream [B, T, H] after its last layer, without its layers."""
 
-        def skip(*_: Any, **__: Any) -> Tensor:
-            return stream
+        def give(skip: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: with_stream(skip(*args, **kwargs), stream)
 
-        with replaced_forwards(dict.fromkeys(self.layers, skip)):
+        with replaced_forwards({layer: give(skip) for layer, skip in self._skips.items()}):
             yield self.model
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -338,6 +374,40 @@ def _is_causal(mask: Tensor) -> bool:
 
 def _no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return torch.zeros_like(hidden_states), None
+
+
+def entering_stream(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the stream [B, T, H] among the arguments of a layer's call: the first of them."""
+    stream: Tensor = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+    return stream
+
+
+def leaving_stream(output: Any) -> Tensor:
+    """Return the stream [B, T, H] that a layer returned, alone or first in a tuple."""
+    stream: Tensor = output if isinstance(output, Tensor) else output[0]
+    return stream
+
+
+def with_stream(output: Any, stream: Tensor) -> Any:
+    """Return a layer's output with another stream, in the form that the layer returned."""
+    return stream if isinstance(output, Tensor) else type(output)((stream, *output[1:]))
+
+
+def skip_layer(layer: nn.Module) -> Callable[..., Any]:
+    """Return a forward that gives a layer's input back, in the form of the layer's output.
+
+    The layer is computed until its form is known: always, if it returns more than the stream.
+    """
+    compute = layer.forward
+    forms: list[Any] = []
+
+    def skip(*args: Any, **kwargs: Any) -> Any:
+        output = forms[0] if forms else compute(*args, **kwargs)
+        if not forms and (isinstance(output, Tensor) or all(other is None for other in output[1:])):
+            forms.append(with_stream(output, leaving_stream(output).new_empty(0)))
+        return with_stream(output, entering_stream(args, kwargs))
+
+    return skip
 
 
 def identity(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

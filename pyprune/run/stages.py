@@ -19,6 +19,8 @@ from pyprune.cut.compensate import CompensationReport, compensate_, target_of
 from pyprune.cut.mask import masked
 from pyprune.cut.proof import assert_proven
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_
+from pyprune.cut.shorter import check_shorter
+from pyprune.cut.target import Target
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, family_for
@@ -89,7 +91,9 @@ class Stages:
         if shapes_the_result(self.config):
             self.result.warnings += unmarked_text_warnings(self.text.drawn)
         if self.config.stages.prune:
-            check_target(self.model, decision.plan, self.config)
+            target = check_target(self.model, decision.plan, self.config)
+            if self._has_weights and family_for(self.model).layers_alone:
+                check_shorter(self.model, decision.plan, target.config)
         return decision
 
     @property
@@ -202,6 +206,12 @@ class Stages:
     def _reconstruct(self) -> None:
         """Fit the kept weights to the dense model's activations, to make up for the removed ones."""
         cut, result = self.config.cut, self.result
+        if cut.reconstruct != "none" and family_for(self.model).layers_alone:
+            result.warnings.append(
+                f"The cut was not reconstructed ({cut.reconstruct}): {self.model.config.model_type!r} models have no "
+                f"table that names the projections to solve. --method {self.config.method}-plain leaves this step out."
+            )
+            return
         if cut.reconstruct == "bias":
             means = self._compensate()
             (result.notes if means.blocks else result.warnings).extend(means.notes())
@@ -356,8 +366,8 @@ def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
             )
 
 
-def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -> None:
-    """Refuse sizes or biases that no architecture takes, before hours of training.
+def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -> Target:
+    """Return the architecture of the cut model; refuse sizes or biases that none takes, before hours of training.
 
     Raises:
         ConfigError: target is stock, and no stock architecture fits.
@@ -371,3 +381,4 @@ def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -
             + ". Use the same widths in every layer (score.uniform), other sizes, or target 'auto' for the pruned "
             "architecture."
         )
+    return target

@@ -197,7 +197,7 @@ class _StreamView:
             )
         self.pairs = _pairs(family, plan)
         self.kept: Tensor | None = torch.tensor(plan.hidden) if plan.removed_hidden else None
-        self.scale = stream_scale(family, plan, tied=bool(teacher.config.tie_word_embeddings))
+        self.scale = stream_scale(family, plan, tied=bool(getattr(teacher.config, "tie_word_embeddings", False)))
         self.centred = self.kept is not None and family.gauges(teacher.config)
 
     def target(self, stream: Tensor) -> Tensor:

@@ -324,10 +324,10 @@ def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
 
 
 def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyprune.families.table.known_types", lambda: ["llama", "smollm3", "mixtral"])
+    monkeypatch.setattr("pyprune.families.table.known_types", lambda: ["llama", "smollm3", "xlnet"])
     tables = json.loads(run("families", "--json", "-").output)
     assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
-    assert tables["Refused"][0]["reason"].startswith("model.layers.0.mlp.gate.weight has a dimension of 8")
+    assert "; nor whole layers removed: each position sees" in tables["Refused"][0]["reason"]
 
 
 def test_llama_cpp_has_no_layout_for_inferred_types(tmp_path: Path) -> None:
@@ -366,8 +366,8 @@ def test_inference_does_not_depend_on_the_state_of_torch() -> None:
 
 
 def test_a_type_that_cannot_be_inferred_names_the_parameter() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*No table could be inferred for it: transformer\.wpe"):
-        family_for(AutoConfig.for_model("gpt2"))
+    with pytest.raises(UnsupportedModelError, match=r"'rwkv'.*No table could be inferred for it: .*nor whole layers"):
+        family_for(AutoConfig.for_model("rwkv"))
     assert find_family("no_such_type") is None
 
 
@@ -380,4 +380,4 @@ def test_every_type_of_transformers_is_listed() -> None:
 
 @pytest.mark.second
 def test_the_lists_are_true() -> None:
-    assert {name for name in (*INFERRED, *NOT_INFERRED) if find_family(name)} == set(INFERRED)
+    assert {name for name in (*INFERRED, *NOT_INFERRED) if not isinstance(inferred_family(name), str)} == set(INFERRED)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.checkpoint.load import ModelSource
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import family_for
+from pyprune.families import check_table, family_for
 from pyprune.fit.choices import Obstacle
 from pyprune.fit.profile import DENSE
 from pyprune.fit.sizes import FFN_MULTIPLES
@@ -145,7 +145,7 @@ def dense_config(model: str | Path | ModelSource) -> PretrainedConfig:
     is_hub_id = source.name.count("/") == 1 and not source.name.startswith((".", "/", "~"))
     if source.gguf_file is None and not is_hub_id and not os.path.isdir(source.name):
         raise CheckpointError(f"{source.name!r} is neither a folder nor a hub id of the form owner/name.")
-    family_for(source.config)
+    check_table(family_for(source.config), "A search of sizes")
     return source.config
 
 

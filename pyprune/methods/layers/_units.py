@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.config.train import micro_batch_for
 from pyprune.errors import ConfigError, DataError, ScoreError
+from pyprune.families import check_table
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.ratio import UNIT_NAMES, Unit, decide_layer_count, drop_units, share_of_parameters
 from pyprune.probe.activations import frozen_eval
@@ -60,7 +61,10 @@ class Removal:
 
         Raises:
             ConfigError: the ratio removes nothing, or more than the layers that are not kept.
+            UnsupportedModelError: blocks are removed from a type without a table.
         """
+        if unit != "layer":
+            check_table(request.family, f"{request.method} with unit {unit!r}")
         decision = decide_layer_count(request, unit)
         total = request.identity.dense.num_layers
         open_layers = tuple(range(keep_first, total - keep_last))

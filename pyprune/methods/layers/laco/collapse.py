@@ -29,6 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from pyprune.errors import ConfigError, ScoreError
+from pyprune.families import check_table
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, layer_runner, micro_batches
 from pyprune.methods.layers.laco import LacoOptions
@@ -50,6 +51,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
         ScoreError: an output of the collapsed model is not finite.
     """
     options = own_options(request, LacoOptions)
+    check_table(request.family, "laco, which adds up projections of layers,")
     if request.reconstruct != "none":
         raise ConfigError(
             f"cut.reconstruct is {request.reconstruct!r}, but laco merges layers right before the cut, and that "

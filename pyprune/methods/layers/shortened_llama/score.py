@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.score import ScoreConfig
 from pyprune.config.train import micro_batch_for
-from pyprune.families import NamedParam
+from pyprune.families import NamedParam, check_table
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, json_scores, layer_runner, losses_without, micro_batches
 from pyprune.methods.layers.shortened_llama import ShortenedLlamaOptions
@@ -37,6 +37,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
         batches = micro_batches(runner.model, samples, request.method)
         scores = losses_without(runner, batches, removal.unit, (), removal.open_layers, "Loss without each layer")
     else:
+        check_table(request.family, "The form taylor_plus of shortened_llama")
         size = micro_batch_for(len(samples), samples.shape[1]) if samples.numel() else None
         found = taylor_scores(model, samples, request, removal.unit, batch_size=size, stored=run.stored)
         scores = {index: found[index] for index in removal.open_layers}
