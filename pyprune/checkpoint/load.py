@@ -231,6 +231,8 @@ class ModelSource:
         family = find_family(read_config(self.folder).get("model_type"))
         if family is not None and family.layers_alone:
             return f"{family.model_type!r} models have no table of their parameters"
+        if family is not None and family.mixture_fields:
+            return f"the files of {family.model_type!r} models hold one tensor for each expert"
         if family is not None and family.stored_buffers:
             return f"the files of {family.model_type!r} models hold buffers, which no table describes"
         return None

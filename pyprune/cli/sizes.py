@@ -51,7 +51,7 @@ def _options_for(rules: SizeRules, config: PruneConfig, plan: PrunePlan) -> list
     by_steps = (
         score is not None and "ffn" in score.axes and not score.counts and score.ffn_multiple % rules.ffn_multiple
     )
-    off_ffn = any(len(p.ffn) % rules.ffn_multiple for p in plan.layers if len(p.ffn) != dense.intermediate_size)
+    off_ffn = any(len(p.ffn) % rules.ffn_multiple for p in plan.layers if len(p.ffn) != dense.units("ffn", p.index))
     off_hidden = plan.removed_hidden and len(plan.hidden) % rules.hidden_multiple
     options = [f"--set score.ffn_multiple={rules.ffn_multiple}"] if by_steps and off_ffn else []
     return options + ([f"--set hidden_multiple={rules.hidden_multiple}"] if off_hidden else [])

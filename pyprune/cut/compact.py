@@ -123,7 +123,7 @@ class TensorCut:
     Attributes:
         name: new parameter name.
         rows: kept positions along the first dimension, int64; None = all.
-        columns: the same along the second.
+        columns: the same along the second. Of three dimensions, the first counts experts, which are cut one by one.
         factor: multiplies the values, in float32 (float64), rounded once.
         offset: the factor is one on ``value + offset``.
     """
@@ -136,6 +136,8 @@ class TensorCut:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the cut tensor, any dtype."""
+        if tensor.ndim == 3:
+            return torch.stack([self.of(expert) for expert in tensor])
         return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
 
     def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
@@ -171,7 +173,7 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
             return None
         name = row.pattern.replace("{i}", str(position[index]))
     kept = kept_positions(row, layer, plan)
-    rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept, None)[:2])
+    rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept[-2:], None)[:2])
     factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
     return TensorCut(name, rows, columns, factor, family.offset(row))
 

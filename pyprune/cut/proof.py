@@ -81,6 +81,8 @@ def _plan_of_open_axes(family: Family, model: PreTrainedModel) -> PrunePlan:
         plan = plan.with_layer(0, kv_heads=[1], query_heads=[dense.group_size])
     if "ffn" not in closed:
         plan = plan.with_layer(0, ffn=range(5, 30)).with_layer(2, ffn=range(9))
+    if dense.units("shared_ffn", 4):
+        plan = plan.with_layer(4, shared_ffn=range(5, 30))
     if "layers" not in closed:
         plan = plan.drop_layers([1])
     return plan if "hidden" in closed else plan.keep_hidden(range(3, dense.hidden_size - 8))

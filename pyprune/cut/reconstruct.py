@@ -74,6 +74,7 @@ class ReconstructionReport:
         parts: every system in the order of the layers.
         dtype: that the layers computed in.
         exact: parts before everything that is removed (or was trained since the cut), which are not solved.
+        not_solved: parts whose writers are those of experts, which are not solved.
         no_carrier: removed parts before the first kept one: no writer before them could take over their output, and
             the first writers after them correct it.
         tokens: calibration tokens, padding not counted.
@@ -85,6 +86,7 @@ class ReconstructionReport:
     parts: tuple[SolvedPart, ...]
     dtype: str
     exact: tuple[str, ...]
+    not_solved: tuple[str, ...]
     no_carrier: tuple[str, ...]
     tokens: int
     held_back: int
@@ -98,9 +100,15 @@ class ReconstructionReport:
 
     def notes(self) -> list[str]:
         """Sentences for the report; a warning when nothing changed (``solved`` is 0)."""
-        return [self._outcome(), *self._lost()]
+        return [self._outcome(), *self._lost(), *self._left()]
+
+    def _left(self) -> list[str]:
+        count = len(self.not_solved)
+        return [f"The experts of {count} layers keep their values: they have no linear modules."] if count else []
 
     def _outcome(self) -> str:
+        if not self.parts and self.not_solved:
+            return "The reconstruction changed nothing: only experts write to the stream after what is removed."
         if not self.parts:
             return "The reconstruction changed nothing: the plan removes nothing."
         if not self.solved:
@@ -108,7 +116,7 @@ class ReconstructionReport:
                 f"The reconstruction changed nothing: for none of {len(self.parts)} systems was a solution better than "
                 "the weights as they were on the text held back. Use more calibration text, or a larger ridge."
             )
-        last = [part for part in self.parts if part.role == "writers"][-1]
+        last = [part for part in self.parts if part.role == "writers" or part is self.parts[-1]][-1]
         return (
             f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on {self.tokens:,} tokens; the "
             f"stream after layer {last.layer} was {last.after:.1%} off the dense one on {self.held_back:,} of them, "
@@ -234,6 +242,7 @@ def _reconstruct(
         parts=tuple(walk.reports) if walk is not None else (),
         dtype=dtype,
         exact=tuple(str(step.part) for step in steps if step.exact),
+        not_solved=tuple(str(step.part) for step in steps if not step.exact and not side.solves(step)),
         no_carrier=tuple(map(str, lost)),
         tokens=samples.token_count(),
         held_back=held_back,
@@ -260,7 +269,7 @@ def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part]
                 if started and layer is None:
                     layer = stack.enter_context(side.layer(index))
                 walk.advance_to_target(step, layer if readers and not step.exact else None)
-                if layer is not None and step.exact:
+                if layer is not None and (step.exact or not side.solves(step)):
                     walk.advance_cut(step, layer)
                 elif layer is not None:
                     walk.solve_writers(step, layer)

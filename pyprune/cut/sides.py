@@ -124,22 +124,35 @@ class CutSide(ABC):
     def _name(self, row: Row) -> str:
         return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
 
-    def _rows(self, role: str, block: Block) -> list[Row]:
-        return [row for row in self.family.rows if row.role == role and row.block == block and not row.is_bias]
+    def _rows(self, role: str, block: Block, layer: LayerPlan) -> list[Row]:
+        rows = (row for row in self.family.rows if row.role == role and row.block == block and not row.is_bias)
+        return [row for row in rows if row.kind in (None, layer.kind)]
+
+    def solves(self, step: Step) -> bool:
+        """Return whether the writers of a step can be solved: those of experts are not linear modules."""
+        rows = (row for b in step.writers for row in self._rows("writer", b, self.plans[step.part.layer]))
+        return all(len(row.axes) == 2 for row in rows)
 
     def writers(self, step: Step, layer: nn.Module) -> list[Projection]:
         """The modules of a step that write to the stream."""
         plan = self.plans[step.part.layer]
-        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows("writer", b)]
+        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows("writer", b, plan)]
 
-    def readers(self, step: Step, layer: nn.Module) -> list[list[Projection]]:
-        """The modules of a step that read the stream, those of one block together."""
+    def readers(self, step: Step, layer: nn.Module) -> dict[Block, list[Projection]]:
+        """The linear modules of a step that read the stream, by block; without blocks that have none."""
         plan = self.plans[step.part.layer]
-        return [[self.projection(row, layer, plan) for row in self._rows("reader", b)] for b in step.writers]
+        modules = dict(layer.named_modules())
+        readers = {
+            block: [
+                row for row in self._rows("reader", block, plan) if isinstance(modules.get(self._name(row)), nn.Linear)
+            ]
+            for block in step.writers
+        }
+        return {block: [self.projection(row, layer, plan) for row in rows] for block, rows in readers.items() if rows}
 
     def gain(self, step: Step, layer: nn.Module) -> Gain | None:
         """Return the gain of the norm after the writer, or None if it writes to the stream itself."""
-        rows = [row for block in step.writers for row in self._rows("post_norm", block)]
+        rows = [row for block in step.writers for row in self._rows("post_norm", block, self.plans[step.part.layer])]
         if not rows:
             return None
         name = self._name(rows[0])

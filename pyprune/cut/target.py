@@ -85,14 +85,17 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     for key in family.layer_lists:
         if values.get(key) is not None:
             values[key] = [values[key][i] for i in plan.kept_layers]
-    return values
+    return values | family.kind_values(config, [layer.kind for layer in plan.layers])
 
 
 def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, stock: StockTarget) -> PretrainedConfig:
     # Layers of another kind may have no attention.
-    heads, kv_heads, ffn = (max(layer.widths[axis] for layer in plan.layers) for axis in range(3))
+    heads, kv_heads = (max(layer.widths[axis] for layer in plan.layers) for axis in range(2))
     values = _common_values(family, config, plan)
-    values |= {"num_attention_heads": heads, family.intermediate_field: ffn}
+    values["num_attention_heads"] = heads
+    for layer in plan.layers:
+        widths = {name: len(layer.units(axis)) for axis, name in family.width_fields(layer.kind).items()}
+        values |= {name: width for name, width in widths.items() if width and hasattr(config, name)}
     if family.has_head_dim_field:
         values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
     values |= stock.config_changes(config)
@@ -109,6 +112,8 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     values["num_key_value_heads"] = plan.dense.num_key_value_heads
     if family.needs_virtual_norm(config, plan):
         values["norm_size"] = plan.dense.hidden_size
+    for axis, name in family.mixture_fields.items():
+        values.setdefault(name, max(plan.dense.units(axis, layer.index) for layer in plan.layers))
     # vLLM divides the largest number of heads of all layers among its ranks, those without attention among them.
     most = tuple(max(layer.widths[axis] for layer in plan.layers) for axis in (0, 1))
     values["per_layer_config"] = {
@@ -128,12 +133,15 @@ def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple
         dense: the dense widths.
         most: query and KV heads that a layer without attention is given.
     """
-    heads, kv_heads, ffn = layer.widths
+    heads, kv_heads, _ = layer.widths
     skip = [block for block in dense.blocks(layer.index) if not layer.keeps(block)]
     usual = {
         "num_attention_heads": (heads or most[0], dense.units("query_heads", layer.index)),
         "num_key_value_heads": (kv_heads or most[1], dense.units("kv_heads", layer.index)),
-        family.intermediate_field: (ffn, dense.units("ffn", layer.index)),
+        **{
+            name: (len(layer.units(axis)), dense.units(axis, layer.index))
+            for axis, name in family.width_fields(layer.kind).items()
+        },
     }
     changed = {name: width for name, (width, whole) in usual.items() if width and whole and width != whole}
     return {"skip": skip, **changed} if skip else changed

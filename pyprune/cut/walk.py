@@ -132,7 +132,7 @@ class Walk:
         """
         systems: list[Readers] = []
         if solving is not None:
-            groups = zip(step.writers, self.cut.readers(step, solving), strict=True)
+            groups = self.cut.readers(step, solving).items()
             systems = [Readers(self.cut, step, solving, block, group, self.judging) for block, group in groups]
         names = [p.name for system in systems for p in system.projections]
         with self.dense.layer(step.part.layer) as layer:

@@ -90,7 +90,17 @@ def serving_obstacle(config: Mapping[str, Any]) -> str | None:
 
 def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
     for module in pkgutil.iter_modules(__path__):
-        if module.name not in ("alone", "base", "common", "exceptions", "gguf_forms", "infer", "scale", "table"):
+        if module.name not in (
+            "alone",
+            "base",
+            "common",
+            "exceptions",
+            "gguf_forms",
+            "infer",
+            "mixtures",
+            "scale",
+            "table",
+        ):
             name = f"{__name__}.{module.name}"
             yield name, import_module(name).FAMILIES
 

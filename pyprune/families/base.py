@@ -26,7 +26,7 @@ Axis = str
 """Name of what a dimension counts: one of :data:`SHARED_AXES`, or an axis that :attr:`Family.kinds` gives a block."""
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
-SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner")
+SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner", "experts")
 """Axes that no block owns. ``inner`` is the inside of a block that is kept whole. Of these a plan cuts hidden only."""
 PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
 """Axis that counts heads -> the axis that counts their channels."""
@@ -38,6 +38,8 @@ BLOCKS: tuple[Block, ...] = ("attention", "mlp")
 """The blocks of a usual decoder layer, in the order in which it runs them. They can be removed without their layer."""
 KINDS: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = {DECODER: {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)}}
 """The kinds of layers of a usual decoder: kind -> block -> axes that it owns."""
+NO_LISTS = ("architectures", "mlp_only_layers", "moe_layers")
+"""Fields of a configuration whose values do not belong to layers one by one, though there may be as many."""
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
     "reader",  # reads the stream, normalised where the family has pre-norms
@@ -115,8 +117,8 @@ class Row:
 
     @property
     def is_bias(self) -> bool:
-        """True for additive vectors."""
-        return self.pattern.endswith(".bias")
+        """True for additive vectors, and those of all experts in one matrix."""
+        return self.pattern.endswith((".bias", "_bias"))
 
     @property
     def is_norm_weight(self) -> bool:
@@ -199,7 +201,7 @@ def _unknown_lists(config: PretrainedConfig, known: tuple[str, ...]) -> Iterator
     """Yield the fields of a configuration with as many values as layers, other than the known ones."""
     layers = getattr(config, "num_hidden_layers", None)
     for name, value in vars(config).items():
-        public = not name.startswith("_") and not name.endswith("_token_id") and name != "architectures"
+        public = not name.startswith("_") and not name.endswith("_token_id") and name not in NO_LISTS
         if public and name not in known and isinstance(value, list | tuple) and len(value) == layers:
             yield name
 
@@ -214,7 +216,7 @@ def decoder_blocks(family: Family, config: PretrainedConfig, kind: str) -> dict[
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     explicit = getattr(config, "head_dim", None) if family.has_head_dim_field else None
-    ffn = getattr(config, family.intermediate_field)
+    ffn = getattr(config, family.width_fields(kind)["ffn"])
     return attention_and_mlp(heads, kv_heads, explicit or config.hidden_size // heads, ffn)
 
 
@@ -242,6 +244,8 @@ class Family:
         begins_with_bos: the model expects its bos token before every text, and so in front of every window that it
             reads (Gemma); without it the figures are many times worse.
         intermediate_field: the config field that holds the FFN width.
+        mixture_fields: axis of the MLP of a mixture of experts -> the config field that holds its width.
+        kind_values: (config, kinds of the kept layers) -> config values that name them, besides ``layer_lists``.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
         gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
             stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
@@ -284,6 +288,8 @@ class Family:
     scaled_embedding: bool = False
     begins_with_bos: bool = False
     intermediate_field: str = "intermediate_size"
+    mixture_fields: Mapping[Axis, str] = field(default_factory=dict, hash=False)
+    kind_values: Callable[[PretrainedConfig, Sequence[str]], dict[str, Any]] = lambda config, kinds: {}
     has_head_dim_field: bool = True
     gauge: bool = False
     carries_output_bias: bool = True
@@ -342,6 +348,10 @@ class Family:
         if config.tie_word_embeddings and self.norm == "layer" and self.unit_offset_norm:
             closed["hidden"] = "its head is tied to the embedding, which rules out the gauge of its LayerNorm"
         return closed
+
+    def width_fields(self, kind: str) -> Mapping[Axis, str]:
+        """Return axis -> the config field that holds its width, of the MLP of a kind of layers."""
+        return {"ffn": self.intermediate_field} if kind == DECODER or not self.mixture_fields else self.mixture_fields
 
     @property
     def pruned_config(self) -> str:
@@ -444,8 +454,10 @@ class Family:
         """Return the row of the matrix [hidden, axis] through which ``block`` writes to the stream.
 
         Raises:
-            UnsupportedModelError: it has none, or several.
+            UnsupportedModelError: it has none, or several, or it is a mixture of experts.
         """
+        if block == "mlp":
+            self.refuse_experts("this step")
         rows = [row for row in self.rows if row.role == "writer" and row.block == block and len(row.axes) > 1]
         if len(rows) != 1:
             raise UnsupportedModelError(
@@ -453,6 +465,21 @@ class Family:
                 "and this step needs one. Choose a method that removes whole layers."
             )
         return rows[0]
+
+    def refuse_experts(self, reader: str) -> None:
+        """Refuse a step that reads linear modules only, for models with mixtures of experts.
+
+        Args:
+            reader: the step, as the subject of a sentence.
+
+        Raises:
+            UnsupportedModelError: the family has mixtures of experts.
+        """
+        if self.mixture_fields:
+            raise UnsupportedModelError(
+                f"{reader[0].upper()}{reader[1:]} reads linear modules, and the experts of {self.model_type!r} models "
+                "are none. Choose the method wanda, magnitude or taylor, or one that removes whole layers (last)."
+            )
 
     def output_projection(self, block: Block) -> str:
         """Return the name inside a layer of the linear module of :meth:`output_row`."""

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import UnsupportedModelError, shown
@@ -26,6 +28,18 @@ from pyprune.families.common import (
     width_obstacle,
 )
 from pyprune.families.exceptions import EXCEPTIONS
+from pyprune.families.mixtures import (
+    MIXTURE,
+    SHARED_WIDTH,
+    TINY_WIDTHS,
+    kind_values,
+    layer_kinds,
+    mixture_values,
+    rows_obstacle,
+    shared_width_obstacle,
+    tiny_mixture_values,
+)
+from pyprune.plan import DECODER
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,10 +66,14 @@ _BLOCK_OF: dict[Dimension, Block] = {
     "kv_heads": "attention",
     "ffn": "mlp",
     ("ffn", "ffn"): "mlp",
+    "shared_ffn": "mlp",
+    ("shared_ffn", "shared_ffn"): "mlp",
+    "experts": "mlp",
     "each_head": "attention",
     "each_kv_head": "attention",
 }
 """Block of a parameter, by an axis that is not the stream."""
+_SHARED: dict[Dimension, Dimension] = {"ffn": "shared_ffn", ("ffn", "ffn"): ("shared_ffn", "shared_ffn")}
 _PER_HEAD = ("each_head", "each_kv_head")
 
 
@@ -93,7 +111,7 @@ def tiny_sizes(model_type: str) -> dict[str, Any]:
         UnsupportedModelError: none can be built or understood.
     """
     try:
-        return tiny_values(_first_that_builds(model_type)[0])
+        return _tiny_sizes(model_type, _first_that_builds(model_type)[0], LAYERS)
     except _Obstacle as obstacle:
         raise UnsupportedModelError(f"No tiny model of the type {model_type!r} can be built: {obstacle}.") from obstacle
 
@@ -152,6 +170,7 @@ class _Facts:
         layers_path: dotted path of their ModuleList.
         rows: pattern -> row.
         modules: block -> names of the modules of a layer that hold it.
+        kinds: the kind of every layer.
         flags: values of fields of :class:`Family`.
         closed: axis -> reason why it cannot be cut.
     """
@@ -159,6 +178,7 @@ class _Facts:
     model: type[Any]
     layer: type[Any]
     layers_path: str
+    kinds: tuple[str, ...]
     rows: dict[str, Row] = field(default_factory=dict)
     modules: dict[Block, tuple[str, ...]] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
@@ -179,14 +199,20 @@ def _infer(model_type: str) -> Family:
         except _Obstacle as obstacle:
             refused[name] = (value, str(obstacle))
     lists, reason = _layer_lists(model_type, rule, facts)
+    for name, value in _config(model_type, rule).to_dict().items():
+        if name in lists and all(count == HEADS for count in value):
+            facts.closed["heads"] = f"{name} of its configuration counts them layer by layer"
     if reason:
         facts.closed["layers"] = reason
     config_class = type(_config(model_type, rule))
+    mixture = _mixture(model_type, facts)
+    counts_shared = SHARED_WIDTH in mixture.get("mixture_fields", {}).values()
+    stock = StockTarget(model_type, _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared))
     family = Family(
         model_type=model_type,
         classes=StockClasses(*(f"{c.__module__}:{c.__qualname__}" for c in (config_class, facts.model, facts.layer))),
         rows=tuple(facts.rows.values()),
-        stock_targets=(StockTarget(model_type, _stock_obstacle(model_type, rule, facts)),),
+        stock_targets=(stock,),
         layers_path=facts.layers_path,
         attention_module=facts.modules["attention"][0],
         mlp_modules=facts.modules["mlp"],
@@ -194,11 +220,13 @@ def _infer(model_type: str) -> Family:
         closed=facts.closed,
         refused_switches=refused,
         **facts.flags,
+        **mixture,
     )
-    if rule == "heads times head_dim":
+    if rule == "heads times head_dim" or counts_shared:
         start = f"{facts.layers_path}.{{i}}."
         inside = {name.removeprefix(start): row for name, row in facts.rows.items() if name.startswith(start)}
-        family = replace(family, build_layer=partial(_build_narrow_layer, inside))
+        narrow = rule == "heads times head_dim"
+        family = replace(family, build_layer=partial(_build_resized_layer, inside, narrow))
     return replace(family, **EXCEPTIONS.get(model_type, {}))
 
 
@@ -217,9 +245,33 @@ def _config(model_type: str, rule: str, layers: int = LAYERS, **values: Any) -> 
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.for_model(model_type, **{**tiny_values(rule, layers), **values})
+        return AutoConfig.for_model(model_type, **{**_tiny_sizes(model_type, rule, layers), **values})
     except Exception as error:  # checks of any configuration class
         raise _Obstacle(f"its configuration refuses the sizes of a tiny model: {shown(error)}") from error
+
+
+def _tiny_sizes(model_type: str, rule: str, layers: int) -> dict[str, Any]:
+    return tiny_values(rule, layers) | tiny_mixture_values(_fields(model_type), layers, HIDDEN[rule])
+
+
+@cache
+def _fields(model_type: str) -> frozenset[str]:
+    """Return the names of the fields of a configuration class."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception as error:  # checks of any configuration class
+        raise _Obstacle(f"its configuration has no default values: {shown(error)}") from error
+    return frozenset((*config.to_dict(), *config.attribute_map))
+
+
+def _mixture(model_type: str, facts: _Facts) -> dict[str, Any]:
+    """Return values of fields of :class:`Family` for a type with mixtures of experts; {} for another."""
+    if MIXTURE not in facts.kinds:
+        return {}
+    axes = {axis for row in facts.rows.values() for dimension in row.dimensions for axis in dimension}
+    return mixture_values(_fields(model_type), axes, dict.fromkeys(sorted(facts.kinds)))
 
 
 def _switches(model_type: str, rule: str) -> Iterator[tuple[str, bool]]:
@@ -256,18 +308,32 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
         raise
     except Exception as error:  # the constructor of any model class
         raise _Obstacle(f"its tiny model cannot be built: {shown(error)}") from error
-    facts = _Facts(type(model), type(layers[0]), path)
+    kinds = tuple(MIXTURE if any(p.ndim == 3 for p in layer.parameters()) else DECODER for layer in layers)
+    if MIXTURE in kinds and kinds != layer_kinds(config):
+        raise _Obstacle(f"its layers are {', '.join(kinds)}, which no known field of its configuration names")
+    facts = _Facts(type(model), type(layers[0]), path, kinds)
+    owners: dict[str, set[str]] = {}
     for name, parameter in model.named_parameters():
-        row = _row(facts, model, name, tuple(parameter.shape), rule)
+        row = _row(facts, model, name, tuple(parameter.shape))
         if facts.rows.setdefault(row.pattern, row) != row:
             raise _Obstacle(f"{name} has the shape {tuple(parameter.shape)}, other than in other layers")
+        owners.setdefault(row.pattern, set()).update(_kinds_of(facts, name))
+    for pattern, row in facts.rows.items():
+        if len(owners[pattern]) == 1 < len(set(kinds)):
+            facts.rows[pattern] = replace(row, kind=next(iter(owners[pattern])))
     facts.flags["stored_buffers"] = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
     _check_projections(facts)
-    for row in [row for row in facts.rows.values() if row.role == "writer" and not row.is_bias]:
+    for row in [row for row in facts.rows.values() if row.role == "writer" and row.pattern.endswith(".weight")]:
         bias = row.pattern.removesuffix("weight") + "bias"  # compensation adds one where the model has none
         facts.rows.setdefault(bias, replace(row, pattern=bias, axes=("hidden",)))
     _watch_forward(facts, config)
     return facts
+
+
+def _kinds_of(facts: _Facts, name: str) -> set[str]:
+    """Return the kind of the layer that a parameter belongs to; all kinds for one outside the layers."""
+    inside = re.match(re.escape(facts.layers_path) + r"\.(\d+)\.", name)
+    return {facts.kinds[int(inside[1])]} if inside else set(facts.kinds)
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -279,16 +345,19 @@ def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     raise _Obstacle(f"it has no list of {LAYERS} layers, the number that its configuration names")
 
 
-def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...], rule: str) -> Row:
+def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
     """Return the row of a parameter by its shape; norms of the stream get their role later."""
     inside = re.match(re.escape(facts.layers_path) + r"\.\d+\.(.*)\Z", name)
     pattern = f"{facts.layers_path}.{{i}}.{inside[1]}" if inside else name
     module = (inside[1] if inside else name).rpartition(".")[0]
     if re.search(r"\.\d+(\.|\Z)", inside[1] if inside else name):
         raise _Obstacle(f"{name} is one of several modules in a list")
-    axes = _axes(name, shape, HIDDEN[rule])
+    mixture = bool(inside) and MIXTURE in _kinds_of(facts, name)
+    axes = _axes(name, shape, model.config.hidden_size, _WIDTHS | TINY_WIDTHS if mixture else _WIDTHS)
     if not inside:
         return _outer_row(model, pattern, module, axes)
+    if "experts" in axes and len(axes) > 1 and pattern.rpartition(".")[0].endswith("experts"):
+        return _experts_row(facts, model.get_submodule(name.rpartition(".")[0]), pattern, axes)
     projected = facts.rows.get(f"{facts.layers_path}.{{i}}.{module}.weight")
     if pattern.endswith(".bias") and projected is not None and len(projected.axes) == 2:
         role: Role = "writer" if projected.role == "writer" else "inner"
@@ -297,21 +366,38 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...], rule: str
         return Row(pattern, axes, "pre_norm", None)
     if len(axes) == 2 and "hidden" in axes:
         other = axes[1 - axes.index("hidden")]
-        if other in _BLOCK_OF and (axes[1] == "hidden" or other in ("heads", "ffn")):
+        if other in _BLOCK_OF and (axes[1] == "hidden" or other in ("heads", "ffn", "shared_ffn")):
             role = "reader" if axes[1] == "hidden" else "writer"
             return Row(pattern, axes, role, _BLOCK_OF[other])
-    if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD):
+        if mixture and axes == ("inner", "hidden"):  # the gate of a shared expert
+            return Row(pattern, axes, "reader", "mlp")
+    if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD or "experts" in axes):
         return Row(pattern, axes, "inner", _block_of_module(facts, module, axes))
     raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
 
 
-def _axes(name: str, shape: tuple[int, ...], hidden: int) -> tuple[Dimension, ...]:
+def _experts_row(facts: _Facts, module: nn.Module, pattern: str, axes: tuple[Dimension, ...]) -> Row:
+    """Return the row of the matrices, or the biases, of all experts of a layer."""
+    if not getattr(module, "is_concatenated", True):
+        raise _Obstacle(f"{pattern} holds gate and up in turns")
+    if len(axes) == 3:
+        reads = (axes[1] == "hidden") == bool(getattr(module, "is_transposed", False))
+        return Row(pattern, axes, "reader" if reads else "writer", "mlp")
+    weight = facts.rows[pattern.removesuffix("_bias")]
+    return Row(pattern, axes, "inner" if weight.role == "reader" else "writer", "mlp")
+
+
+def _axes(
+    name: str, shape: tuple[int, ...], hidden: int, widths: Mapping[int, Dimension] = MappingProxyType(_WIDTHS)
+) -> tuple[Dimension, ...]:
     """Return the axes that sizes name; where heads are as wide as the stream, the name of the module decides."""
     axes: list[Dimension] = []
     for size in shape:
-        if size != hidden and size not in _WIDTHS:
+        if size != hidden and size not in widths:
             raise _Obstacle(f"{name} has a dimension of {size}, which is none of the sizes in its configuration")
-        axes.append("hidden" if size == hidden else _WIDTHS[size])
+        axes.append("hidden" if size == hidden else widths[size])
+    if "shared" in name and widths is not _WIDTHS:  # a shared expert may be as wide as the others
+        axes = [_SHARED.get(axis, axis) for axis in axes]
     if hidden == HEADS * HEAD_DIM and axes == ["hidden", "hidden"]:
         writes = name.split(".")[-2] in OUTPUTS
         return ("hidden", "heads") if writes else ("heads", "hidden")
@@ -342,14 +428,18 @@ def _check_projections(facts: _Facts) -> None:
     """Refuse a type whose layers are not one attention and one dense MLP, and find the modules that hold them."""
     start = f"{facts.layers_path}.{{i}}."
     blocks: tuple[tuple[Block, Axis], ...] = (("attention", "heads"), ("mlp", "ffn"))
-    for block, axis in blocks:
-        writers = [row for row in facts.rows.values() if row.role == "writer" and row.axes == ("hidden", axis)]
+    for (block, axis), kind in product(blocks, dict.fromkeys(facts.kinds)):
+        rows = [row for row in facts.rows.values() if row.role == "writer" and row.kind in (None, kind)]
+        writers = [row for row in rows if {*row.axes} - {"experts"} == {"hidden", axis}]
         if len(writers) != 1:
             raise _Obstacle(f"its layers have {len(writers)} matrices from {axis} to the stream; one is expected")
         owner = writers[0].pattern.removeprefix(start).split(".")
         if len(owner) < 3:
             raise _Obstacle(f"{writers[0].pattern} is not in a module of its block")
-        facts.modules[block] = (owner[0],)
+        beside = [row.pattern.removeprefix(start).split(".")[0] for row in rows if "shared_ffn" in row.axes]
+        modules = tuple(dict.fromkeys((owner[0], *(beside if block == "mlp" else ()))))
+        if facts.modules.setdefault(block, modules) != modules:
+            raise _Obstacle(f"its layers have their {block} in different modules")
 
 
 @dataclass(frozen=True)
@@ -368,30 +458,34 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     calls: list[_Call] = []
-    entered: list[tuple[Tensor, dict[str, Any]]] = []
+    entered: dict[int, tuple[Tensor, dict[str, Any]]] = {}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, module in model.named_modules():
-        if not list(module.children()):
+        if not list(module.children()) or name.endswith(f".{facts.modules['mlp'][0]}"):
             module.register_forward_hook(partial(_record, calls, name))
-    first = model.get_submodule(facts.layers_path)[0]
-    hook = first.register_forward_pre_hook(lambda _, *call: entered.append(_first_call(*call)), with_kwargs=True)
+    layers = model.get_submodule(facts.layers_path)
+    firsts = [facts.kinds.index(kind) for kind in dict.fromkeys(facts.kinds)]
+    hooks = [layers[i].register_forward_pre_hook(partial(_enter, entered, i), with_kwargs=True) for i in firsts]
     with torch.no_grad():
         try:
             model(torch.arange(3, 12)[None], use_cache=False)
         except Exception as error:  # the code of any model class
             raise _Obstacle(f"its tiny model cannot run: {shown(error)}") from error
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         norms = _stream_norms(facts, calls, config.hidden_size)
         _find_roles(facts, calls, norms, square=config.hidden_size == HEADS * HEAD_DIM)
+        norms = _stream_norms(facts, calls, config.hidden_size)  # without those of heads that are as wide
         _find_norm_kind(facts, norms)
         _find_width_norms(facts, calls)
-        stream, keywords = entered[0]
-        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], stream[0], norms)
-        _check_idle_layer(facts, first, stream, lambda x: first(x, **keywords))
+        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], entered[0][0][0], norms)
+        for index in firsts:
+            stream, keywords = entered[index]
+            _check_idle_layer(facts, layers[index], stream, partial(layers[index], **keywords))
 
 
-def _first_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return the stream and the other arguments of a layer's call.
+def _enter(entered: dict[int, Any], index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Save the stream and the other arguments of a layer's call.
 
     Raises:
         _Obstacle: it has other positional arguments.
@@ -399,12 +493,13 @@ def _first_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, 
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
     if len(args) > 1:
         raise _Obstacle("its layers are called with several positional arguments")
-    return args[0] if args else kwargs["hidden_states"], others
+    entered[index] = args[0] if args else kwargs["hidden_states"], others
 
 
 def _record(calls: list[_Call], name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     from torch import Tensor
 
+    output = output[0] if isinstance(output, tuple) else output
     if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
         calls.append(_Call(name, module, args[0], output))
 
@@ -449,9 +544,11 @@ def _find_roles(facts: _Facts, calls: list[_Call], norms: list[_Call], *, square
         if row.role == "pre_norm":
             role, block = placed.get(pattern.rpartition(".")[0], ("inner", None))
             facts.rows[pattern] = replace(row, role=role, block=block)
-            if role == "inner" and square:
+            if role == "inner" and square and _normalises_heads(facts, calls, pattern):
+                facts.rows[pattern] = replace(row, axes=("heads",), role="inner", block="attention")
+            elif role == "inner" and square:
                 raise _Obstacle(f"{pattern} may count channels of the stream or of the heads, which are as many")
-            if role == "inner" and pattern.rpartition(".")[0] in placed:
+            elif role == "inner" and pattern.rpartition(".")[0] in placed:
                 facts.closed["hidden"] = f"{pattern} acts on the stream in an unknown way"
     if "pre_norm" in bare and any(row.role == "pre_norm" for row in facts.rows.values()):
         facts.closed["hidden"] = "only some of the norms in front of its blocks have weights"
@@ -459,9 +556,21 @@ def _find_roles(facts: _Facts, calls: list[_Call], norms: list[_Call], *, square
         facts.closed["hidden"] = "several norms outside the layers act on the stream"
 
 
+def _normalises_heads(facts: _Facts, calls: list[_Call], pattern: str) -> bool:
+    """Return whether a norm reads all heads, where they are as wide as the stream together."""
+    norms = [call for call in calls if (row := _weight_row(facts, call)) is not None and row.pattern == pattern]
+    readers = [call for call in calls if (row := _weight_row(facts, call)) is not None and row.axes[0] == "heads"]
+    return all(any(_same(norm.input, reader.output) for reader in readers) for norm in norms)
+
+
 def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Block | None]:
     blocks: set[Block] = set()
     for call in calls:
+        if call.name.endswith(f".{facts.modules['mlp'][0]}"):  # experts have no linear module in it
+            if _same(norm.input, call.output):
+                return "post_norm", "mlp"
+            if _same(norm.output, call.input):
+                blocks.add("mlp")
         row = _weight_row(facts, call)
         if row is None or row.block is None:
             continue
@@ -569,6 +678,8 @@ def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, 
     kept = (0, 2, 3, 6, 8)
     values = whole.to_dict() | {"num_hidden_layers": len(kept)}
     values |= {name: [values[name][i] for i in kept] for name in lists}
+    if MIXTURE in facts.kinds:
+        values |= kind_values(whole, [layer_kinds(whole)[i] for i in kept])
     for name in ("model_type", "architectures", "transformers_version"):
         values.pop(name, None)
     shorter = type(whole)(**values)
@@ -602,8 +713,9 @@ def _layer_attributes(config: PretrainedConfig, facts: _Facts) -> list[dict[str,
     ]
 
 
-def _stock_obstacle(model_type: str, rule: str, facts: _Facts) -> Any:
+def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared: bool) -> Any:
     checks = [output_bias_obstacle(model_type), width_obstacle]
+    checks += [rows_obstacle] * (MIXTURE in facts.kinds) + [shared_width_obstacle] * counts_shared
     if facts.flags["norm"] == "layer":
         checks.append(tied_head_obstacle)
     if rule != "any":
@@ -611,11 +723,14 @@ def _stock_obstacle(model_type: str, rule: str, facts: _Facts) -> Any:
     return first_obstacle(*checks)
 
 
-def _build_narrow_layer(rows: Mapping[str, Row], layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
-    """Build a layer of a class whose heads are together as wide as the stream, with a stream of another width.
+def _build_resized_layer(
+    rows: Mapping[str, Row], narrow: bool, layer_class: type[nn.Module], config: Any, index: int
+) -> nn.Module:
+    """Build a layer of a class that takes a width from others: with another width of the stream, or of shared experts.
 
     Args:
         rows: name inside a layer -> row.
+        narrow: the class wants heads that are together as wide as the stream.
         layer_class: of the decoder layer.
         config: of this layer; its hidden_size is changed.
         index: of the layer.
@@ -624,14 +739,19 @@ def _build_narrow_layer(rows: Mapping[str, Row], layer_class: type[nn.Module], c
     from torch import nn
 
     hidden = config.hidden_size
-    config.hidden_size = config.num_attention_heads * config.head_dim
+    sizes = {"hidden": hidden, "shared_ffn": getattr(config, SHARED_WIDTH, None)}
+    if narrow:
+        config.hidden_size = config.num_attention_heads * config.head_dim
     layer = layer_class(config, index)
     for name, parameter in list(layer.named_parameters()):
         owner: Any = layer.get_submodule(name.rpartition(".")[0])
-        shape = [hidden if axis == "hidden" else n for axis, n in zip(rows[name].axes, parameter.shape, strict=True)]
+        pairs = zip(rows[name].dimensions, parameter.shape, strict=True)
+        shape = [len(axes) * (sizes.get(axes[0]) or n // len(axes)) for axes, n in pairs]
         setattr(owner, name.rpartition(".")[2], nn.Parameter(torch.ones(shape, dtype=parameter.dtype)))
         if isinstance(owner, nn.Linear):
             owner.out_features, owner.in_features = owner.weight.shape
         elif isinstance(owner, nn.LayerNorm):
             owner.normalized_shape = (hidden,)
+        elif hasattr(owner, "hidden_dim"):  # routers and experts count the stream's channels so
+            owner.hidden_dim = hidden
     return layer

@@ -31,7 +31,7 @@ def open_table(model_types: Iterable[str]) -> Table:
     """
     families = [family for family in map(find_family, model_types) if family is not None and not family.layers_alone]
     rows = [_row(family) for family in sorted(families, key=lambda family: family.model_type)]
-    return Table("Model types", ("type", "table", *AXES, "closed, or refused"), tuple(rows))
+    return Table("Model types", ("type", "table", *AXES, "experts", "closed, or refused"), tuple(rows))
 
 
 def layers_table(model_types: Iterable[str]) -> Table:
@@ -53,7 +53,7 @@ def _row(family: Family) -> tuple[str, ...]:
     reasons = [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
     source = "own" if family.model_type in all_families() else "inferred"
-    return (family.model_type, source, *cells, "; ".join(reasons))
+    return (family.model_type, source, *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))
 
 
 def _like(tied: bool) -> PretrainedConfig:

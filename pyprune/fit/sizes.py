@@ -168,14 +168,15 @@ def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[s
     """
     if isinstance(model, PrunePlan):
         dense = model.dense
-        usual: tuple[int | None, ...] = (dense.num_attention_heads, dense.num_key_value_heads, dense.intermediate_size)
         widths: list[LayerSizes] = [layer.widths for layer in model.layers]
+        whole: list[tuple[int, ...]] = [
+            tuple(dense.units(axis, i) for axis in ("query_heads", "kv_heads", "ffn")) for i in model.kept_layers
+        ]
         hidden, names = len(model.hidden), list(model.kept_layers)
         off_hidden = hidden != dense.hidden_size and hidden % rules.hidden_multiple != 0
     else:
-        usual = (None, None, None)
         widths, hidden = layer_widths(model), int(model.get("hidden_size") or 0)
-        names = list(range(len(widths)))
+        names, whole = list(range(len(widths))), [(0, 0, 0)] * len(widths)
         off_hidden = hidden % rules.hidden_multiple != 0
     slow = [f"hidden size {hidden} is not a multiple of {rules.hidden_multiple}."] if off_hidden else []
     kinds = (
@@ -184,10 +185,12 @@ def slow_sizes(model: PrunePlan | Mapping[str, Any], rules: SizeRules) -> list[s
         ("FFN channels", rules.ffn_multiple),
     )
     for axis, (what, multiple) in enumerate(kinds):
-        for width, places in off_multiples([layer[axis] for layer in widths], multiple, usual[axis]).items():
+        pairs = zip(widths, whole, strict=True)
+        cut = [0 if kept[axis] == usual[axis] else kept[axis] for kept, usual in pairs]
+        for width, places in off_multiples(cut, multiple).items():
             where = named_layers([names[i] for i in places])
             slow.append(f"{where}: {width} {what} are not a multiple of {multiple}.")
-    pairs = head_pairs(Widths(*layer) for layer in widths)
-    if rules.max_head_pairs is not None and pairs > rules.max_head_pairs:
-        slow.append(f"{pairs} different pairs of query and KV heads; at most {rules.max_head_pairs} run well.")
+    count = head_pairs(Widths(*layer) for layer in widths)
+    if rules.max_head_pairs is not None and count > rules.max_head_pairs:
+        slow.append(f"{count} different pairs of query and KV heads; at most {rules.max_head_pairs} run well.")
     return slow

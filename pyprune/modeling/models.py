@@ -22,6 +22,8 @@ from pyprune.runtime.modes import evaluation_mode
 _CACHE_TOKENS = 8
 _EPSILON = 1e-5
 """Of a LayerNorm that names none: OLMo's."""
+EXPERT_ROW_BYTES = 16
+"""Transformers' kernels for experts fail on rows that are no multiple of it; its loop over experts does not."""
 _CACHE_ERROR = defaultdict(lambda: 0.1, {torch.float64: 1e-6, torch.float32: 1e-3})
 """Largest relative difference of logits that rounding explains, by the dtype of the weights."""
 
@@ -91,6 +93,9 @@ class PrunedModelMixin:
         if norm_size is not None:
             _use_virtual_norms(model, config.hidden_size, norm_size)
         model.post_init()
+        rows = (p for p in model.parameters() if p.ndim == 3)
+        if any(p.shape[-1] * p.itemsize % EXPERT_ROW_BYTES for p in rows):
+            config._experts_implementation = "eager"
 
     def _build_layer(self, config: Any, index: int, family: Family) -> nn.Module:
         layer = family.build_layer(self.decoder_layer_class, config, index)
@@ -108,10 +113,8 @@ def _set_config(module: nn.Module, config: Any) -> None:
 
 def _skip_block(layer: nn.Module, block: Block, index: int, family: Family) -> None:
     """Replace a sub-block by modules without parameters whose contribution is exactly zero."""
-    *first, last = family.block_modules(block)
-    for name in first:
-        setattr(layer, name, nn.Identity())
-    setattr(layer, last, SkippedAttention(index) if block == "attention" else SkippedModule())
+    for name in family.block_modules(block):
+        setattr(layer, name, SkippedAttention(index) if block == "attention" else SkippedModule())
     for norm in family.block_norms(block):
         setattr(layer, norm, nn.Identity())
 

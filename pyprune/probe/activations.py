@@ -7,9 +7,10 @@ recorded, and no logits are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def gather_moments(
     *,
     inputs: Iterable[str] = (),
     outputs: Iterable[str] = (),
+    others: Mapping[str, Callable[..., None]] = MappingProxyType({}),
     batch_size: int | None = None,
 ) -> dict[str, Moments]:
     """Run the model on the samples and return the moments of the inputs or outputs of named modules.
@@ -83,6 +85,7 @@ def gather_moments(
         samples: token ids, int64 [N, T].
         inputs: modules whose first argument [B, T, channels] is measured.
         outputs: modules whose result [B, T, channels] is measured; not the head, which computes nothing here.
+        others: module -> a hook of the caller's in front of it.
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
 
     Raises:
@@ -92,6 +95,8 @@ def gather_moments(
         raise DataError("Statistics of activations are gathered on calibration text; give samples.")
     hooks = dict.fromkeys(inputs, "register_forward_pre_hook") | dict.fromkeys(outputs, "register_forward_hook")
     moments = {name: Moments() for name in hooks}
+    calls = {name: _moments_hook(moments[name]) for name in hooks} | dict(others)
+    hooks |= dict.fromkeys(others, "register_forward_pre_hook")
     runner = LayerRunner.of(model)
     places: dict[str, list[str]] = {"front": [], "layers": [], "end": []}
     for name in hooks:
@@ -102,7 +107,7 @@ def gather_moments(
         with ExitStack() as stack:
             for name in places[place]:
                 register = getattr(runner.model.get_submodule(name), hooks[name])
-                stack.callback(register(_moments_hook(moments[name])).remove)
+                stack.callback(register(calls[name]).remove)
             yield
 
     def walk(group: Sequence[Tensor]) -> Iterator[int]:

@@ -345,9 +345,8 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
     """
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
-        *first, last = (getattr(layer, name) for name in family.block_modules(block))
         zeros = _no_attention if block == "attention" else torch.zeros_like
-        forwards |= {**dict.fromkeys(first, identity), last: zeros}
+        forwards |= dict.fromkeys((getattr(layer, name) for name in family.block_modules(block)), zeros)
     with replaced_forwards(forwards):
         yield
 

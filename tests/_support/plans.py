@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pyprune.plan import PrunePlan, kv_head_of
 
 
@@ -15,6 +17,12 @@ def keep_kv_groups(plan: PrunePlan, layer: int, kv_heads: list[int], per_group: 
     return plan.with_layer(layer, query_heads=heads, kv_heads=kv_heads)
 
 
+def with_shared(plan: PrunePlan, layer: int, channels: Sequence[int]) -> PrunePlan:
+    """Keep channels of the shared experts of a layer, if it has any."""
+    has_shared = layer < plan.dense.num_layers and plan.dense.units("shared_ffn", layer)
+    return plan.with_layer(layer, shared_ffn=channels) if has_shared else plan
+
+
 def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
     """One plan an axis, then combinations; indices are chosen so that a wrong one cannot pass unnoticed."""
     dense = identity.dense
@@ -24,13 +32,15 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
     heads = query_heads = ffn = identity
     for i in layers:
         heads = keep_kv_groups(heads, i, kv_kept)
-        ffn = ffn.with_layer(i, ffn=range(3, 27))
+        ffn = with_shared(ffn.with_layer(i, ffn=range(3, 27)), i, range(4, 40))
         if dense.group_size > 1:
             query_heads = keep_kv_groups(query_heads, i, list(range(dense.num_key_value_heads)), 1)
     unequal = keep_kv_groups(identity, 0, [last_kv]).with_layer(1, ffn=range(0, 40, 3)).with_layer(2, ffn=range(7))
+    unequal = with_shared(with_shared(unequal, 2, range(1, 44, 2)), 3, range(5))
     # The cache's length is read from one layer: attention goes from the first and from a later one.
     skipped = identity.with_layer(0, query_heads=[], kv_heads=[]).with_layer(2, ffn=[])
     skipped = skipped.with_layer(3, query_heads=[], kv_heads=[])
+    everything = keep_kv_groups(skipped, 1, kv_kept)
     odd_hidden = [i for i in range(dense.hidden_size) if i not in (0, 5, 7)]
     plans = {
         "identity": identity,
@@ -41,7 +51,7 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
         "ffn": ffn,
         "unequal": unequal,
         "skipped": skipped,
-        "everything": keep_kv_groups(skipped, 1, kv_kept).drop_layers([3]).keep_hidden(range(4, 40)),
+        "everything": with_shared(everything, 4, range(3, 30)).drop_layers([3]).keep_hidden(range(4, 40)),
     }
     if query_heads is not identity:
         plans["query-heads"] = query_heads

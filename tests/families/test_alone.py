@@ -185,7 +185,7 @@ def test_methods_of_layers_prune_a_checkpoint(model_type: str, preset: str, tmp_
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("model_type", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss"])
 def test_recovery_trains_what_is_left(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_alone(model_type), tmp_path / "dense")
     options = {"recover.train.steps": 2, "recover.train.warmup_steps": 1}
@@ -245,9 +245,11 @@ def test_code_that_depends_on_the_number_of_layers_is_refused_before_anything_is
 
 
 def test_the_command_lists_types_of_whole_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("pyprune.families.table.known_types", lambda: ["llama", "mixtral", "gpt2", "bert"])
+    monkeypatch.setattr(
+        "pyprune.families.table.known_types", lambda: ["llama", "mixtral", "gpt2", "falcon_mamba", "bert"]
+    )
     tables = json.loads(run("families", "--json", "-").output)
-    assert tables["Layers alone"] == [{"count": 2, "types": "gpt2, mixtral"}]
+    assert tables["Layers alone"] == [{"count": 2, "types": "falcon_mamba, gpt2"}]
     assert "it is an encoder" in tables["Refused"][0]["reason"]
     folder = write_model(tiny_alone("gpt2"), tmp_path / "dense")
     cells = {row[""]: row["value"] for row in json.loads(run("families", folder, "--json", "-").output)[str(folder)]}

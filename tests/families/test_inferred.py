@@ -61,9 +61,11 @@ for folder in sys.argv[1:]:
 
 
 def everything_of(model: PreTrainedModel) -> PrunePlan:
-    """The plan that cuts every axis at once, without whole layers where they are closed."""
-    plan = plan_of(model, "everything")
-    if "layers" not in family_for(model).closed_axes(model.config):
+    """The plan that cuts every axis at once, without whole layers or heads where they are closed."""
+    plan, closed = plan_of(model, "everything"), family_for(model).closed_axes(model.config)
+    if "heads" in closed:
+        return plan_of(model, "skipped").with_layer(1, ffn=range(9)).drop_layers([3]).keep_hidden(plan.hidden)
+    if "layers" not in closed:
         return plan
     return plan_of(model, "unequal").with_layer(0, query_heads=[], kv_heads=[]).keep_hidden(plan.hidden)
 
@@ -156,9 +158,13 @@ def test_inferred_sizes_name_their_axes(model_type: str) -> None:
     model = tiny_inferred(model_type)
     sizes = family_for(model).sizes(model.config)
     channels = {sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim}
-    others = {sizes.vocab_size, sizes.intermediate_size, sizes.num_key_value_heads * sizes.head_dim, sizes.num_layers}
-    assert len(channels | others) == len(channels) + 4
-    assert len(channels) == 1 if model_type in ("helium", "stablelm") else 2
+    blocks = [block for kind in sizes.kinds.values() for block in kind.values()]
+    widths = {n for block in blocks for axis, n in block.axes.items() if axis.endswith("ffn")}
+    others = {sizes.vocab_size, sizes.num_key_value_heads * sizes.head_dim, sizes.num_layers}
+    assert len(channels | others | widths) == len(channels) + 3 + len(widths)
+    named = len({(name, axis) for name, kind in sizes.kinds.items() for axis in kind["mlp"].axes})
+    assert len(widths) == named - (model_type == "hunyuan_v1_moe")  # its shared expert is as wide as the others
+    assert len(channels) == 1 if model_type in ("helium", "stablelm", "olmoe") else 2
 
 
 @pytest.mark.process
@@ -230,7 +236,8 @@ def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path)
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
     preset = "wanda-plain" if model_type == "doge" else "wanda"  # its layers do not just add to the stream
-    config = build_config(preset=preset, options={"ratio": 0.3, **data, "score.closed_ends": 0})
+    axes = ["ffn"] if model_type == "laguna" else ["heads", "ffn"]
+    config = build_config(preset=preset, options={"ratio": 0.3, **data, "score.closed_ends": 0, "score.axes": axes})
     result = prune_checkpoint(folder, config, out=tmp_path / "out")
     assert result.compact is not None
     assert result.compact.removed_share > 0.1

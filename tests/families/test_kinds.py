@@ -24,12 +24,12 @@ ROWS = (
     Row(LAYER + "mixer.out_proj.weight", ("hidden", "inner"), "writer", "mixer"),
     *gated_mlp_rows(),
     # One name in both kinds of layers, with other axes.
-    Row(LAYER + "extra.weight", ("hidden", "experts"), "writer", "extra", kind="mixing"),
+    Row(LAYER + "extra.weight", ("hidden", "slots"), "writer", "extra", kind="mixing"),
     Row(LAYER + "extra.weight", ("hidden", "inner"), "writer", "mlp", kind="attending"),
 )
 KINDS: dict[str, dict[str, tuple[str, ...]]] = {
     "attending": {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)},
-    "mixing": {"mixer": (), "extra": ("experts",), "mlp": ("ffn",)},
+    "mixing": {"mixer": (), "extra": ("slots",), "mlp": ("ffn",)},
 }
 
 
@@ -41,7 +41,7 @@ def block_sizes(family: Family, config: Any, kind: str) -> dict[str, BlockSizes]
     blocks = decoder_blocks(family, config, kind)
     if kind == "attending":
         return blocks
-    return {"mixer": BlockSizes(), "extra": BlockSizes({"experts": 3}), "mlp": BlockSizes({"ffn": 10})}
+    return {"mixer": BlockSizes(), "extra": BlockSizes({"slots": 3}), "mlp": BlockSizes({"ffn": 10})}
 
 
 def invented(rows: tuple[Row, ...] = ROWS) -> Family:
@@ -87,7 +87,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (20, 12)} | {
 def test_every_axis_is_cut_at_the_sizes_of_its_kind_of_layer() -> None:
     family = invented()
     plan = family.plan(CONFIG).keep_hidden(range(8)).drop_layers([2])
-    plan = plan.with_layer(0, ffn=[1, 4, 9], experts=[2]).with_layer(1, query_heads=[2, 3], kv_heads=[1], ffn=[0, 6])
+    plan = plan.with_layer(0, ffn=[1, 4, 9], slots=[2]).with_layer(1, query_heads=[2, 3], kv_heads=[1], ffn=[0, 6])
     check_plan(plan, family, CONFIG)
     assert PrunePlan.from_json(plan.to_json()) == plan
     assert shapes_after(family, SHAPES, plan) == {
@@ -120,7 +120,7 @@ def test_every_axis_is_cut_at_the_sizes_of_its_kind_of_layer() -> None:
 
 def test_one_name_in_two_kinds_of_layers_is_cut_by_the_row_of_each() -> None:
     family = invented()
-    plan = family.plan(CONFIG).with_layer(0, experts=[0, 2]).with_layer(1, ffn=[3])
+    plan = family.plan(CONFIG).with_layer(0, slots=[0, 2]).with_layer(1, ffn=[3])
     cuts = [tensor_cut(f"model.layers.{i}.extra.weight", family, plan, tied=False) for i in range(3)]
     assert [None if cut is None or cut.columns is None else cut.columns.tolist() for cut in cuts] == [
         [0, 2],
@@ -143,7 +143,7 @@ def test_a_closed_block_stays_while_others_go() -> None:
 def test_a_block_that_has_no_placeholder_goes_only_with_its_layer() -> None:
     family = invented()
     with pytest.raises(PlanError, match="removes the block 'extra' of layer 2 alone"):
-        check_plan(family.plan(CONFIG).with_layer(2, experts=[]), family, CONFIG)
+        check_plan(family.plan(CONFIG).with_layer(2, slots=[]), family, CONFIG)
     with pytest.raises(UnsupportedModelError, match="'mixer' of 'invented' can only be left out with its whole layer"):
         family.block_modules("mixer")
 

@@ -2,7 +2,7 @@
 
 Within one layer and axis the units with the smallest scores are removed first, ties by the smaller index. A plan is
 therefore one count for every (layer, axis), and both rankings only choose these counts. Local removes the same count in
-every open layer: the same share of every axis as far as its steps allow, and then more steps that still fit. Global
+every open layer of a kind: the same share of every axis as far as its steps allow, then more steps that fit. Global
 merges all orders into one (ties by layer, then heads before ffn) and takes a prefix. Counts are exact: the largest
 number whose share of ALL parameters does not exceed the ratio.
 """
@@ -46,7 +46,14 @@ class RankedUnits:
     removable: int
     removed: int
 
+    @property
+    def alike(self) -> tuple[ScoreAxis, int]:
+        """Return what layers of one kind have in common: the axis, and its number of bundles."""
+        return self.axis, len(self.bundles)
 
+
+Alike = tuple[ScoreAxis, int]
+"""An axis and its number of bundles in a layer: layers of one kind, which lose the same number of them."""
 Counts = dict[LayerAxis, int]
 """Number of removed bundles, by (layer, axis)."""
 
@@ -205,58 +212,51 @@ class Ranking:
         If the next step of one axis is larger than the rest of the goal (a KV head of few), the others continue alone,
         those with the larger steps first.
         """
-        first = {o.axis: o for o in orders}
-        if any(len(o.bundles) != len(first[o.axis].bundles) for o in orders):
-            raise ConfigError(
-                f"The layers of this model have different numbers of {' or '.join(first)}, so that no one number is "
-                "removed from each. Use score.ranking=global."
-            )
-        allowed = {axis: self._allowed_counts(orders, order) for axis, order in first.items()}
+        first = {o.alike: o for o in orders}
+        allowed = {alike: self._allowed_counts(orders, order) for alike, order in first.items()}
         shares = sorted({Fraction(k, len(o.bundles)) for o in first.values() for k in range(len(o.bundles) + 1)})
 
         def counts_at(step: int) -> Counts:
-            exact = {axis: math.floor(shares[step] * len(o.bundles)) for axis, o in first.items()}
-            counts = {axis: allowed[axis][bisect_right(allowed[axis], exact[axis]) - 1] for axis in first}
-            return {(o.layer, o.axis): counts[o.axis] for o in orders}
+            exact = {alike: math.floor(shares[step] * len(o.bundles)) for alike, o in first.items()}
+            counts = {alike: allowed[alike][bisect_right(allowed[alike], exact[alike]) - 1] for alike in first}
+            return {(o.layer, o.axis): counts[o.alike] for o in orders}
 
         counts = self._reach_goal(orders, self.request.ratio, len(shares) - 1, counts_at)
-        by_step = sorted(first, key=lambda axis: len(first[axis].bundles))
-        for axis in by_step:
-            counts = self._fill_axis(orders, counts, axis, allowed[axis])
+        by_step = sorted(first, key=lambda alike: len(first[alike].bundles))
+        for alike in by_step:
+            counts = self._fill(orders, counts, alike, allowed[alike])
         return self._with_larger_steps(orders, counts, by_step, allowed)
 
     def _with_larger_steps(
         self,
         orders: Sequence[RankedUnits],
         counts: Counts,
-        by_step: Sequence[ScoreAxis],
-        allowed: Mapping[ScoreAxis, Sequence[int]],
+        by_step: Sequence[Alike],
+        allowed: Mapping[Alike, Sequence[int]],
     ) -> Counts:
         """If the axis with the smallest steps is used up, try one more step of another axis, and less of this one."""
         *larger, finest = by_step
-        places = {axis: [(o.layer, o.axis) for o in orders if o.axis == axis] for axis in by_step}
-        now = {axis: counts[places[axis][0]] for axis in by_step}
+        places = {alike: [(o.layer, o.axis) for o in orders if o.alike == alike] for alike in by_step}
+        now = {alike: counts[places[alike][0]] for alike in by_step}
         if now[finest] < allowed[finest][-1]:
             return counts
         start = counts | dict.fromkeys(places[finest], allowed[finest][0])
         trials = [
-            start | dict.fromkeys(places[axis], next(k for k in allowed[axis] if k > now[axis]))
-            for axis in larger
-            if now[axis] < allowed[axis][-1]
+            start | dict.fromkeys(places[alike], next(k for k in allowed[alike] if k > now[alike]))
+            for alike in larger
+            if now[alike] < allowed[alike][-1]
         ]
         filled = [
-            self._fill_axis(orders, trial, finest, allowed[finest])
+            self._fill(orders, trial, finest, allowed[finest])
             for trial in trials
             if self._share(orders, trial) <= self.request.ratio
         ]
         best = max([counts, *filled], key=lambda trial: self._share(orders, trial))
         return best if best == counts else self._with_larger_steps(orders, best, by_step, allowed)
 
-    def _fill_axis(
-        self, orders: Sequence[RankedUnits], counts: Counts, axis: ScoreAxis, allowed: Sequence[int]
-    ) -> Counts:
-        """Remove as many bundles of one axis, the same number in every layer, as the goal allows."""
-        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.axis == axis]
+    def _fill(self, orders: Sequence[RankedUnits], counts: Counts, alike: Alike, allowed: Sequence[int]) -> Counts:
+        """Remove as many bundles of one axis, the same number in all layers that are alike, as the goal allows."""
+        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.alike == alike]
         larger = [count for count in allowed if count >= counts[places[0]]]
 
         def counts_at(step: int) -> Counts:
@@ -272,7 +272,7 @@ class Ranking:
         counts = list(range(order.removable + 1))
         if not self.score.uniform or order.axis != "heads" or self.stock_obstacles(self.identity):
             return counts
-        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.axis == order.axis]
+        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.alike == order.alike]
         return [k for k in counts if not k or not self.stock_obstacles(self._remove(orders, dict.fromkeys(places, k)))]
 
     def _rank_globally(self, orders: Sequence[RankedUnits], done: Fraction) -> Counts:

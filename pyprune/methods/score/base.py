@@ -25,11 +25,12 @@ declares (``from_disk``). It may hook ``run.module(name)``. Parameters that grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -171,11 +172,17 @@ class Scoring:
         bias = getattr(self.model.get_submodule(module), "bias", None)
         return bias if bias is None or self.stored is None else self.stored.read(f"{module}.bias")
 
-    def moments(self, *, inputs: Iterable[str] = (), outputs: Iterable[str] = ()) -> dict[str, Moments]:
+    def moments(
+        self,
+        *,
+        inputs: Iterable[str] = (),
+        outputs: Iterable[str] = (),
+        others: Mapping[str, Callable[..., None]] = MappingProxyType({}),
+    ) -> dict[str, Moments]:
         """Return the moments of modules' inputs or outputs on the samples; see :func:`gather_moments`."""
         source = self.model if self.layers is None else self.layers
         size = self.score.batch_size
-        return gather_moments(source, self.samples, inputs=inputs, outputs=outputs, batch_size=size)
+        return gather_moments(source, self.samples, inputs=inputs, outputs=outputs, others=others, batch_size=size)
 
     @torch.no_grad()
     def add(self, param: NamedParam, factor: Tensor, *, signed: bool = False) -> None:

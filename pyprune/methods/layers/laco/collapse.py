@@ -49,7 +49,9 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     Raises:
         ConfigError: the ratio cannot be reached, or the cut would be reconstructed as well.
         ScoreError: an output of the collapsed model is not finite.
+        UnsupportedModelError: the model is a mixture of experts.
     """
+    request.family.refuse_experts("laco")
     options = own_options(request, LacoOptions)
     check_table(request.family, "laco, which adds up projections of layers,")
     if request.reconstruct != "none":

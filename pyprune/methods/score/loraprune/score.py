@@ -46,9 +46,11 @@ def score(run: Scoring) -> None:
         DataError: there is no calibration sample.
         MissingDependencyError: PEFT is not installed.
         TrainingError: a loss or gradient is not finite.
+        UnsupportedModelError: the model is a mixture of experts.
     """
     if not run.samples.numel():
         raise DataError("loraprune trains factors on calibration text; give samples.")
+    run.request.family.refuse_experts("loraprune")
     config = own_options(run.request, LoraPruneOptions)
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)

@@ -10,7 +10,8 @@ columns of the output projections alone, the form that FLAP's authors compare wi
 Parameters that the paper does not have are scored by the same rule. A bias is multiplied with 1 at every token, so that
 it counts |b| sqrt(tokens). On the hidden axis, a channel of a norm or an embedding counts the l2 norm of its output
 (for a norm that is |w_j| times the norm of the normalised input). A head tied to the embedding is one tensor and counts
-as the embedding. One forward pass takes the norms; no activation is kept.
+as the embedding. An expert's X are the tokens that are routed to it. One forward pass takes the norms; no activation is
+kept.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pyprune.families import NamedParam
 from pyprune.methods.base import own_options
@@ -26,6 +27,7 @@ from pyprune.methods.score._memory import measure_memory
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.wanda import WandaOptions
 from pyprune.probe.activations import Moments
+from pyprune.probe.experts import ExpertNorms
 
 
 @torch.no_grad()
@@ -38,23 +40,30 @@ def score(run: Scoring) -> None:
     coupled = own_options(run.request, WandaOptions).matrices == "coupled"
     counted = [p for p in run.open_params if coupled or p.row.role == "writer"]
     modules = list(dict.fromkeys(_module(p) for p in counted))
-    linear = [name for name in modules if isinstance(run.model.get_submodule(name), nn.Linear)]
-    others = [name for name in modules if name not in set(linear)]
+    experts = {_module(p): ExpertNorms() for p in counted if len(p.row.axes) == 3}
+    # A router multiplies like a linear module, whatever its class.
+    products = {_module(p) for p in counted if p.row.role in ("reader", "writer") and len(p.row.axes) == 2}
+    linear = [name for name in modules if name in products and name not in experts]
+    others = [name for name in modules if name not in products and name not in experts]
     with measure_memory(run) as account:
-        moments = run.moments(inputs=linear, outputs=others)
-        account.state = sum(m.bytes for m in moments.values())
+        moments = run.moments(inputs=linear, outputs=others, others=experts)
+        account.state = sum(m.bytes for m in moments.values()) + sum(n.bytes for n in experts.values())
     for param in counted:
-        module = run.model.get_submodule(_module(param))
-        _add(run, param, module, moments[_module(param)])
+        module, name = run.model.get_submodule(_module(param)), _module(param)
+        if name in experts:
+            norms = experts[name].norms(param.name.rpartition(".")[2], module).to(_wide(param.parameter))
+            run.add(param, norms.expand_as(param.parameter))
+        else:
+            _add(run, param, moments[name], multiplies=name in products)
     run.details["tokens"] = run.samples.numel()
 
 
-def _add(run: Scoring, param: NamedParam, module: nn.Module, moments: Moments) -> None:
+def _add(run: Scoring, param: NamedParam, moments: Moments, *, multiplies: bool) -> None:
     if param.row.is_bias or param.row.role == "inner":
         # A bias is multiplied with 1 at every token, and so, on average of the squares, is the weight of a q/k norm.
         size, dtype = param.parameter.shape, _wide(param.parameter)
         run.add(param, moments.mean.new_full(size, math.sqrt(moments.count), dtype=dtype))
-    elif isinstance(module, nn.Linear):
+    elif multiplies:
         norms = moments.norm().to(_wide(param.parameter))
         run.add(param, norms.expand_as(param.parameter))
     else:

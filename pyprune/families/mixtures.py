@@ -1,0 +1,177 @@
+"""Mixtures of experts: which layers are mixtures, how wide their experts are, and the tiny sizes that tell them apart.
+
+The experts of a layer have one width, which is the axis ``ffn`` of its MLP, as in a dense layer: plans, budgets and
+scores then need no other name for it. Unit j is channel j of every expert. The shared experts, which read every token,
+have the axis ``shared_ffn`` of the same block. No plan cuts the axis ``experts`` of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pyprune.errors import PlanError
+from pyprune.families.base import KINDS, Family, decoder_blocks
+from pyprune.plan import DECODER, BlockSizes, PrunePlan
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ALIGNED = 4
+"""The kernels of Transformers' experts read rows of a multiple of 16 bytes: this many numbers of float32."""
+MIXTURE = "mixture"
+"""The kind of the layers whose MLP is a mixture of experts."""
+SHARED_WIDTH = "shared_expert_width"
+"""Field of pruned configurations: channels of the shared experts, if their stock field counts experts."""
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size")
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+
+_IS_DENSE: Mapping[str, Callable[[Any, int], bool]] = {
+    "first_k_dense_replace": lambda count, layer: layer < count,
+    "num_dense_layers": lambda count, layer: layer < count,
+    "mlp_only_layers": lambda layers, layer: layer in layers,
+    "decoder_sparse_step": lambda step, layer: (layer + 1) % step != 0,
+    "moe_layers": lambda layers, layer: layer not in layers,
+    "moe_layer_start_index": lambda first, layer: layer < first,
+    "moe_layer_end_index": lambda last, layer: layer > last,
+    "moe_layer_interval": lambda step, layer: (layer + 1) % step != 0,
+}
+"""Field of a configuration -> (its value, index of a layer) -> whether it makes the layer dense. A list of the kinds of
+all layers, ``mlp_layer_types``, has the last word."""
+_EXPERTS, _EXPERT_FFN, _DENSE_FFN, _SHARED_FFN, _SHARED = 7, 44, 46, 52, 3
+TINY_WIDTHS: dict[int, Any] = {
+    _EXPERTS: "experts",
+    _EXPERT_FFN: "ffn",
+    2 * _EXPERT_FFN: ("ffn", "ffn"),
+    **dict.fromkeys((_SHARED_FFN, _SHARED * _EXPERT_FFN), "shared_ffn"),
+    **{2 * n: ("shared_ffn", "shared_ffn") for n in (_SHARED_FFN, _SHARED * _EXPERT_FFN)},
+}
+"""Size in a tiny mixture -> the axis that it counts, in addition to those of dense types."""
+
+
+def tiny_mixture_values(fields: Collection[str], layers: int, hidden: int) -> dict[str, Any]:
+    """Return the values of a tiny mixture, with dense layers if the type can have them; {} for a dense type.
+
+    Args:
+        fields: of the configuration class.
+        layers: number of layers.
+        hidden: hidden size of a tiny dense model.
+    """
+    if "is_moe" in fields or not any(name in fields for name in EXPERT_COUNTS):
+        return {}  # a switch of a dense type (Doge) is looked at as every other switch
+    values: dict[str, Any] = dict.fromkeys(EXPERT_COUNTS, _EXPERTS)
+    values |= dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2)
+    values |= dict.fromkeys(("n_group", "topk_group", "decoder_sparse_step", "moe_layer_interval"), 1)
+    values |= dict.fromkeys(SHARED_COUNTS, _SHARED) | dict.fromkeys(SHARED_WIDTHS, _SHARED_FFN)
+    values |= dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2)
+    values |= {"moe_intermediate_size": _EXPERT_FFN, "mlp_only_layers": [1], "moe_layer_end_index": -1}
+    values |= {"mlp_layer_types": ["sparse" if i % 2 else "dense" for i in range(layers)]}
+    values |= dict.fromkeys(DENSE_WIDTHS, _DENSE_FFN) | {"mup_enabled": True}  # as all of AFMoE's models have it
+    if "moe_intermediate_size" not in fields:
+        values["intermediate_size"] = _EXPERT_FFN
+    tiny = {name: value for name, value in values.items() if name in fields}
+    return tiny | {"hidden_size": -hidden // ALIGNED * -ALIGNED}
+
+
+def mixture_values(fields: Collection[str], axes: Collection[str], kinds: Collection[str]) -> dict[str, Any]:
+    """Return the fields of :class:`Family` that describe the mixtures of a type.
+
+    Args:
+        fields: of the configuration class.
+        axes: of the rows.
+        kinds: of the layers.
+    """
+    experts = "moe_intermediate_size" if "moe_intermediate_size" in fields else "intermediate_size"
+    dense = next((name for name in DENSE_WIDTHS if name in fields), "intermediate_size")
+    widths = {"ffn": experts}
+    if "shared_ffn" in axes:
+        widths["shared_ffn"] = next((name for name in SHARED_WIDTHS if name in fields), SHARED_WIDTH)
+    count = next((name for name in SHARED_COUNTS if name in fields), None)
+    usual = KINDS[DECODER]
+    return {
+        "kinds": {kind: usual if kind == DECODER else {**usual, "mlp": tuple(widths)} for kind in kinds},
+        "layer_kinds": layer_kinds,
+        "block_sizes": partial(mixture_blocks, count),
+        "intermediate_field": dense,
+        "mixture_fields": widths,
+        "kind_values": kind_values,
+    }
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Return the kind of every layer of a mixture of experts."""
+    layers = range(config.num_hidden_layers)
+    if not any(getattr(config, name, None) for name in EXPERT_COUNTS):
+        return (DECODER,) * len(layers)
+    if types := getattr(config, "mlp_layer_types", None):
+        return tuple(DECODER if name == "dense" else MIXTURE for name in types)
+    fields = {name: getattr(config, name, None) for name in _IS_DENSE}
+    rules = [(_IS_DENSE[name], value) for name, value in fields.items() if value is not None]
+    return tuple(DECODER if any(dense(value, i) for dense, value in rules) else MIXTURE for i in layers)
+
+
+def kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the values that make a configuration name these kinds of layers, other than lists by layer.
+
+    Raises:
+        PlanError: no values name them.
+    """
+    if tuple(kinds) == layer_kinds(config) or getattr(config, "mlp_layer_types", None):
+        return {}
+    mixtures = [i for i, kind in enumerate(kinds) if kind == MIXTURE]
+    first = mixtures[0] if mixtures else len(kinds)
+    values: dict[str, Any] = dict.fromkeys(
+        ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), first
+    )
+    values |= {"mlp_only_layers": [i for i in range(len(kinds)) if i not in mixtures], "moe_layers": mixtures}
+    values |= {"decoder_sparse_step": 1, "moe_layer_interval": 1, "moe_layer_end_index": [-1, *mixtures][-1]}
+    values = {name: value for name, value in values.items() if getattr(config, name, None) is not None}
+    if layer_kinds(SimpleNamespace(num_experts=1, num_hidden_layers=len(kinds), **values)) != tuple(kinds):
+        dense = sorted(set(range(len(kinds))) - set(mixtures))
+        raise PlanError(
+            f"No configuration of {config.model_type!r} has dense layers at {dense} of {len(kinds)} and mixtures at "
+            "the others. Remove other layers."
+        )
+    return values
+
+
+def mixture_blocks(
+    shared_count: str | None, family: Family, config: PretrainedConfig, kind: str
+) -> Mapping[str, BlockSizes]:
+    """Return the sizes of the blocks of a layer, those of a mixture included.
+
+    Args:
+        shared_count: the field that counts shared experts of the experts' width; None = there is one.
+        family: of the model.
+        config: of the model.
+        kind: of the layer.
+    """
+    blocks = decoder_blocks(family, config, kind)
+    fields = family.width_fields(kind)
+    widths: dict[str, Any] = {axis: getattr(config, name, None) for axis, name in fields.items()}
+    if fields.get("shared_ffn") == SHARED_WIDTH and not widths["shared_ffn"]:
+        count = getattr(config, shared_count) if shared_count else 1
+        widths["shared_ffn"] = (count or 0) * widths["ffn"]
+    return blocks | {"mlp": BlockSizes({axis: n for axis, n in widths.items() if n})}
+
+
+def rows_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Return why the kernels of a stock architecture cannot run the experts that a plan leaves, or None."""
+    multiple = ALIGNED if str(config.dtype).endswith("float32") else 2 * ALIGNED
+    widths = {len(layer.ffn) for layer in plan.layers if layer.kind == MIXTURE and layer.ffn} | {len(plan.hidden)}
+    odd = sorted(width for width in widths if width % multiple)
+    return f"its experts need widths that are a multiple of {multiple}, not {odd[0]}" if odd else None
+
+
+def shared_width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Return why a stock architecture whose shared experts are a number of experts cannot hold a plan, or None."""
+    for layer in plan.layers:
+        dense, kept = (plan.dense.units(axis, layer.index) for axis in ("ffn", "shared_ffn")), layer.units
+        experts, shared = dense
+        if shared and len(kept("shared_ffn")) * experts != shared * len(kept("ffn")):
+            return "its shared experts are as wide as a number of experts"
+    return None

@@ -1,0 +1,180 @@
+"""Mixtures of experts beyond the contract of all inferred types: kinds of layers, shared experts, files and scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pyprune.checkpoint.load import load_model
+from pyprune.cut.compact import compact_
+from pyprune.errors import PlanError, UnsupportedModelError
+from pyprune.families import family_for
+from pyprune.families.infer import tiny_sizes
+from pyprune.families.mixtures import MIXTURE, kind_values, layer_kinds
+from pyprune.plan import DECODER
+from pyprune.probe.activations import gather_moments
+from pyprune.probe.experts import ExpertNorms
+from pyprune.run.prune import prune_checkpoint
+from pyprune.run.recipe import build_config
+from tests._support.compare import assert_same_logits
+from tests._support.inferred import tiny_inferred
+from tests._support.models import tiny_batch
+from tests._support.text import write_model, write_text
+from tests.families.test_contract import logits
+
+DATA = {"data.samples": 4, "data.sequence_length": 16}
+
+
+def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        return {name: tuple(stored.get_tensor(name).shape) for name in stored.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed", "expected"),
+    [
+        ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 2}, "dddmd"),
+        ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}, "ddddd"),
+        ("glm4_moe", {"first_k_dense_replace": 3}, "dddmm"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"]}, "mdmmd"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": 3}, "dmmmd"),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_interval": 2}, "dmdmd"),
+        ("mixtral", {}, "mmmmm"),
+    ],
+)
+def test_configurations_name_the_kinds_of_their_layers(model_type: str, changed: dict[str, int], expected: str) -> None:
+    """As the class builds them: a mixture has a tensor of three dimensions."""
+    config = AutoConfig.for_model(model_type, **{**tiny_sizes(model_type), **changed})
+    kinds = layer_kinds(config)
+    assert "".join("m" if kind == MIXTURE else "d" for kind in kinds) == expected
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(config).model.layers
+    assert [any(p.ndim == 3 for p in layer.parameters()) for layer in layers] == [kind == MIXTURE for kind in kinds]
+
+
+def test_kinds_that_no_configuration_names_are_refused() -> None:
+    config = tiny_inferred("glm4_moe").config
+    assert kind_values(config, [DECODER, MIXTURE]) == {"first_k_dense_replace": 1}
+    with pytest.raises(PlanError, match=r"has dense layers at \[1\] of 2 and mixtures"):
+        kind_values(config, [MIXTURE, DECODER])
+
+
+def test_a_dropped_dense_layer_moves_the_first_mixture() -> None:
+    model = tiny_inferred("qwen3_moe")
+    assert model.config.mlp_only_layers == [1]
+    plan = family_for(model).plan(model.config)
+    compact_(model, plan.drop_layers([0]))
+    assert model.config.mlp_only_layers == [0]
+    model = tiny_inferred("qwen3_moe")
+    compact_(model, plan.drop_layers([1, 3]))
+    assert model.config.mlp_only_layers == []
+
+
+def test_shared_experts_become_stock_where_they_are_as_wide_as_a_number_of_experts() -> None:
+    dense = tiny_inferred("glm4_moe")
+    plan = family_for(dense).plan(dense.config)
+    for layer in (2, 3, 4):
+        plan = plan.with_layer(layer, ffn=range(4, 40), shared_ffn=range(3 * 36))
+    assert compact_(dense, plan).stock
+    assert dense.config.moe_intermediate_size == 36
+    dense = tiny_inferred("glm4_moe")
+    report = compact_(dense, plan.with_layer(2, shared_ffn=range(3 * 36 - 1)))
+    assert report.reasons == ("glm4_moe: widths differ between layers or a sub-block is skipped",)
+    dense = tiny_inferred("glm4_moe")
+    for layer in (2, 3, 4):
+        plan = plan.with_layer(layer, shared_ffn=range(20))
+    assert compact_(dense, plan).reasons == ("glm4_moe: its shared experts are as wide as a number of experts",)
+
+
+def test_experts_whose_rows_no_kernel_reads_run_in_a_loop(tmp_path: Path) -> None:
+    """Transformers' default kernel reads rows of a multiple of 16 bytes."""
+    model = tiny_inferred("mixtral")
+    plan = family_for(model).plan(model.config)
+    for layer in range(5):
+        plan = plan.with_layer(layer, ffn=range(37))
+    report = compact_(model, plan)
+    assert report.reasons == ("mixtral: its experts need widths that are a multiple of 4, not 37",)
+    expected = logits(model, tiny_batch())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config._experts_implementation == "eager"
+    assert_same_logits(logits(loaded, tiny_batch()), expected)
+
+
+def test_files_of_a_stock_architecture_have_the_form_of_the_hub(tmp_path: Path) -> None:
+    model = tiny_inferred("qwen3_moe")
+    plan = family_for(model).plan(model.config)
+    for layer in (0, 2, 3, 4):
+        plan = plan.with_layer(layer, ffn=range(8, 40))
+    assert compact_(model, plan).stock
+    model.save_pretrained(tmp_path)
+    shapes = tensors(tmp_path)
+    assert shapes["model.layers.0.mlp.experts.6.down_proj.weight"] == (64, 32)
+    assert not any("gate_up_proj" in name for name in shapes)
+
+
+def prune(model: PreTrainedModel, tmp_path: Path, *, preset: str, **options: object) -> tuple[str, ...]:
+    folder, text = tmp_path / "dense", tmp_path / "text.txt"
+    if not folder.exists():
+        write_model(model, folder)
+    data = {"data.source": str(write_text(text)), **DATA}
+    config = build_config(preset=preset, options={**data, **options})
+    return prune_checkpoint(folder, config, out=tmp_path / preset).notes
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe"])
+def test_a_run_cuts_a_mixture_writes_it_and_its_record(model_type: str, tmp_path: Path) -> None:
+    """The attention's writers are solved and the experts' are not, which the report says, as it says why nothing is
+    streamed.
+    """
+    notes = " ".join(prune(tiny_inferred(model_type), tmp_path, preset="wanda", ratio=0.2))
+    assert "not streamed from file to file" in notes
+    assert "hold one tensor for each expert" in notes
+    assert "experts of" in notes
+    model, _ = load_model(tmp_path / "wanda")  # which compares the files with the record
+    assert torch.isfinite(logits(model, tiny_batch())).all()
+
+
+@pytest.mark.parametrize("preset", ["flap", "obs", "modegpt", "loraprune", "laco"])
+def test_methods_that_read_linear_modules_are_refused(preset: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"reads linear modules, and the experts of 'mixtral' models are none"
+    ):
+        prune(tiny_inferred("mixtral"), tmp_path, preset=preset)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "aria_text"])
+def test_norms_of_experts_are_those_of_the_tokens_routed_to_them(model_type: str) -> None:
+    """Against the inputs of all products in Transformers' own loop over the experts; Aria's matrices are transposed."""
+    model, ids = tiny_inferred(model_type), tiny_batch()
+    model.set_experts_implementation("eager")
+    name = "model.layers.2.mlp.experts"
+    module, norms = model.get_submodule(name), ExpertNorms()
+    gather_moments(model, ids, others={name: norms})
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Products(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func in (torch.nn.functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul):
+                seen.append((args[0], args[1]))
+            return func(*args, **(kwargs or {}))
+
+    def run(*args: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        with Products():
+            return type(module).forward(module, *args, **kwargs)
+
+    module.forward = run
+    logits(model, ids)
+    checked = 0
+    for parameter, sums in ((module.gate_up_proj, norms.hidden), (module.down_proj, norms.inner)):
+        for expert, weight in enumerate(parameter):
+            inputs = [x for x, other in seen if other.shape == weight.shape and torch.equal(other, weight)]
+            expected = sum(x.double().square().sum(0) for x in inputs)
+            torch.testing.assert_close(sums[expert], torch.as_tensor(expected).double().expand_as(sums[expert]))
+            checked += len(inputs)
+    assert checked > 4
+    assert norms.tokens.sum() == 2 * ids.numel()
