@@ -118,6 +118,13 @@ VALUES: dict[str, dict[str, Any]] = {
 """Model type -> values that make a rule of its own matter."""
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+}
+"""Model type -> values of its published models that are not the defaults of its class."""
+
+
 def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
     """A randomised float32 model in eval mode, with every bias that its configuration can switch on, and short windows.
 

@@ -39,7 +39,7 @@ from pyprune.run.recipe import build_config
 from pyprune.runtime.report import markdown_table
 from tests._support.cli import refused, run
 from tests._support.compare import assert_same_logits
-from tests._support.inferred import INFERRED, NOT_INFERRED, closed_by, tiny_inferred
+from tests._support.inferred import INFERRED, NOT_INFERRED, PUBLISHED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch
 from tests._support.paths import REPO
 from tests._support.plans import axis_plans, keep_kv_groups
@@ -133,7 +133,7 @@ def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("model_type", INFERRED)
 def test_the_sizes_of_a_published_model_are_cut(model_type: str) -> None:
     """What a class is by default is one of its published models; its shapes are compared, no weights are made."""
-    config = AutoConfig.for_model(model_type)
+    config = AutoConfig.for_model(model_type, **PUBLISHED.get(model_type, {}))
     heads = config.num_attention_heads
     for name, size in (("head_dim", config.hidden_size // heads), ("num_key_value_heads", heads)):
         if getattr(config, name, size) is None:  # Transformers cannot build such a model; every published one has it
@@ -144,7 +144,9 @@ def test_the_sizes_of_a_published_model_are_cut(model_type: str) -> None:
     if "layers" not in family.closed_axes(config):
         plan = plan.drop_layers([1])
     for layer in plan.layers:
-        plan = keep_kv_groups(plan, layer.index, [0]).with_layer(layer.index, ffn=range(256))
+        plan = plan.with_layer(layer.index, ffn=range(256))
+        if "heads" not in family.closed_axes(config):
+            plan = keep_kv_groups(plan, layer.index, [0])
     with torch.device("meta"):
         shapes = parameter_shapes(AutoModelForCausalLM.from_config(config))
         for each in (plan, plan.with_layer(0, ffn=range(128))):
