@@ -66,8 +66,8 @@ class Row:
             for the parameter of the normalised projection, weight for that norm's weight.
         kind: the kind of layers that has the parameter; None = every kind, or it is outside the layers.
         by_group: the fused dimension holds one KV group after another, each with its part of every axis in order
-            (Falcon: the queries of a group, its key, its value; GPT-NeoX: of one head each); otherwise one whole axis
-            after another.
+            (Falcon: the queries of a group, its key, its value; GPT-NeoX: of one head each); or one channel after
+            another of an axis that is fused with itself (GPT-OSS: gate, up); otherwise one whole axis after another.
 
     Raises:
         UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
@@ -96,7 +96,7 @@ class Row:
                 f"The row {self.pattern!r} is fused and has width_norm {self.width_norm!r}; a projection that is "
                 "normalised over its whole width must be a parameter of its own."
             )
-        if self.by_group and not (fused and {*fused[0]} <= {"heads", "kv_heads"}):
+        if self.by_group and not (fused and ({*fused[0]} <= {"heads", "kv_heads"} or len({*fused[0]}) == 1)):
             raise UnsupportedModelError(f"The row {self.pattern!r} is by_group, but fuses no heads and KV heads.")
 
     @cached_property
@@ -232,6 +232,7 @@ class Family:
         layers_path: dotted path of the ModuleList of decoder layers.
         attention_module: name of the attention module inside a layer.
         mlp_modules: names of the modules inside a layer that make up its MLP, in order.
+        pair_modules: names of the classes among those that return their output and something else.
         kinds: kind of layer -> its blocks in the order in which it runs them -> the axes that each block owns. A block
             without axes is closed: it is kept whole, and is removed only with its layer.
         layer_kinds: (config) -> kind of every layer.
@@ -279,6 +280,7 @@ class Family:
     layers_path: str = "model.layers"
     attention_module: str = "self_attn"
     mlp_modules: tuple[str, ...] = ("mlp",)
+    pair_modules: tuple[str, ...] = ()
     kinds: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = field(default_factory=lambda: KINDS, hash=False)
     layer_kinds: Callable[[PretrainedConfig], tuple[str, ...]] = alike_layers
     block_sizes: Callable[[Family, PretrainedConfig, str], Mapping[Block, BlockSizes]] = decoder_blocks
@@ -594,7 +596,9 @@ def fused_parts(row: Row, dense: Sizes, layer: int) -> tuple[FusedPart, ...]:
     """Return the places of the axes in the fused dimension of a row, in order."""
     dim = row.fused_dim
     axes = () if dim is None else row.dimensions[dim]
-    groups = dense.units("kv_heads", layer) if row.by_group else 1
+    groups = 1
+    if row.by_group:
+        groups = dense.units("kv_heads" if "heads" in axes else axes[0], layer)
     lengths = [axis_width(axis, dense, layer) // groups for axis in axes]
     return tuple(
         FusedPart(groups, sum(lengths), sum(lengths[:number]), length) for number, length in enumerate(lengths)

@@ -378,13 +378,17 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
 
 def _experts_row(facts: _Facts, module: nn.Module, pattern: str, axes: tuple[Dimension, ...]) -> Row:
     """Return the row of the matrices, or the biases, of all experts of a layer."""
-    if not getattr(module, "is_concatenated", True):
-        raise _Obstacle(f"{pattern} holds gate and up in turns")
-    if len(axes) == 3:
-        reads = (axes[1] == "hidden") == bool(getattr(module, "is_transposed", False))
-        return Row(pattern, axes, "reader" if reads else "writer", "mlp")
-    weight = facts.rows[pattern.removesuffix("_bias")]
-    return Row(pattern, axes, "inner" if weight.role == "reader" else "writer", "mlp")
+    fused = any(isinstance(axis, tuple) for axis in axes)
+    in_turns = fused and not getattr(module, "is_concatenated", True)
+    if len(axes) == 2:
+        weight = facts.rows[pattern.removesuffix("_bias")]
+        return Row(pattern, axes, "inner" if weight.role == "reader" else "writer", "mlp", by_group=in_turns)
+    siblings = [
+        row for row in facts.rows.values() if row.pattern.startswith(pattern.rpartition(".")[0]) and row.fused_dim
+    ]
+    transposed = siblings[0].axes[1] == "hidden" if siblings else bool(getattr(module, "is_transposed", False))
+    reads = fused or (axes[1] == "hidden") == transposed
+    return Row(pattern, axes, "reader" if reads else "writer", "mlp", by_group=in_turns)
 
 
 def _axes(
@@ -458,11 +462,12 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     calls: list[_Call] = []
+    pairs: set[str] = set()
     entered: dict[int, tuple[Tensor, dict[str, Any]]] = {}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, module in model.named_modules():
         if not list(module.children()) or name.endswith(f".{facts.modules['mlp'][0]}"):
-            module.register_forward_hook(partial(_record, calls, name))
+            module.register_forward_hook(partial(_record, calls, pairs if list(module.children()) else set(), name))
     layers = model.get_submodule(facts.layers_path)
     firsts = [facts.kinds.index(kind) for kind in dict.fromkeys(facts.kinds)]
     hooks = [layers[i].register_forward_pre_hook(partial(_enter, entered, i), with_kwargs=True) for i in firsts]
@@ -473,6 +478,7 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
             raise _Obstacle(f"its tiny model cannot run: {shown(error)}") from error
         for hook in hooks:
             hook.remove()
+        facts.flags["pair_modules"] = tuple(sorted(pairs))
         norms = _stream_norms(facts, calls, config.hidden_size)
         _find_roles(facts, calls, norms, square=config.hidden_size == HEADS * HEAD_DIM)
         norms = _stream_norms(facts, calls, config.hidden_size)  # without those of heads that are as wide
@@ -496,10 +502,14 @@ def _enter(entered: dict[int, Any], index: int, module: nn.Module, args: Any, kw
     entered[index] = args[0] if args else kwargs["hidden_states"], others
 
 
-def _record(calls: list[_Call], name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _record(
+    calls: list[_Call], pairs: set[str], name: str, module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
     from torch import Tensor
 
-    output = output[0] if isinstance(output, tuple) else output
+    if isinstance(output, tuple):
+        pairs.add(type(module).__name__)
+        output = output[0]
     if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
         calls.append(_Call(name, module, args[0], output))
 

@@ -69,6 +69,7 @@ def tiny_mixture_values(fields: Collection[str], layers: int, hidden: int) -> di
     values |= dict.fromkeys(SHARED_COUNTS, _SHARED) | dict.fromkeys(SHARED_WIDTHS, _SHARED_FFN)
     values |= dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2)
     values |= {"moe_intermediate_size": _EXPERT_FFN, "mlp_only_layers": [1], "moe_layer_end_index": -1}
+    values |= {"moe_layers": [i for i in range(layers) if i % 3 != 1]}
     values |= {"mlp_layer_types": ["sparse" if i % 2 else "dense" for i in range(layers)]}
     values |= dict.fromkeys(DENSE_WIDTHS, _DENSE_FFN) | {"mup_enabled": True}  # as all of AFMoE's models have it
     if "moe_intermediate_size" not in fields:

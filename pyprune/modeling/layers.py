@@ -62,8 +62,17 @@ class SkippedAttention(nn.Module):
 
 
 class SkippedModule(nn.Module):
-    """Stands where an MLP (or the last part of one) was removed: [..., H] -> zeros [..., H]."""
+    """Stands where an MLP (or a part of one) was removed: [..., H] -> zeros [..., H].
+
+    Args:
+        pair: return them and None, as mixtures do whose layer takes the router's scores too.
+    """
+
+    def __init__(self, *, pair: bool = False) -> None:
+        super().__init__()
+        self.pair = pair
 
     @override
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return torch.zeros_like(hidden_states)
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
+        zeros = torch.zeros_like(hidden_states)
+        return (zeros, None) if self.pair else zeros

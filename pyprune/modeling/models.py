@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, all_families, family_of_type, resolve
+from pyprune.families import Family, all_families, family_of_type, find_family, resolve
 from pyprune.families.base import Block
 from pyprune.families.infer import causal_types
 from pyprune.modeling.configuration import PrunedConfigMixin, layer_view, pruned_config_class
@@ -114,7 +114,8 @@ def _set_config(module: nn.Module, config: Any) -> None:
 def _skip_block(layer: nn.Module, block: Block, index: int, family: Family) -> None:
     """Replace a sub-block by modules without parameters whose contribution is exactly zero."""
     for name in family.block_modules(block):
-        setattr(layer, name, SkippedAttention(index) if block == "attention" else SkippedModule())
+        pair = type(getattr(layer, name)).__name__ in family.pair_modules
+        setattr(layer, name, SkippedAttention(index) if block == "attention" else SkippedModule(pair=pair))
     for norm in family.block_norms(block):
         setattr(layer, norm, nn.Identity())
 
@@ -173,7 +174,10 @@ def __getattr__(name: str) -> Any:
     for family in all_families().values():
         if family.pruned_model == name:
             return pruned_model_class(family.model_type)
-    for model_type, (_, model_name) in causal_types().items():
-        if name == "Pruned" + model_name:
-            return pruned_model_class(model_type)
+    types = [model_type for model_type, (_, model_name) in causal_types().items() if name == "Pruned" + model_name]
+    types.sort(
+        key=lambda model_type: find_family(model_type) is None
+    )  # a larger model may have the class of its text part
+    if types:
+        return pruned_model_class(types[0])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

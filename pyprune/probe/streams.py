@@ -345,8 +345,10 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
     """
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
-        zeros = _no_attention if block == "attention" else torch.zeros_like
-        forwards |= dict.fromkeys((getattr(layer, name) for name in family.block_modules(block)), zeros)
+        for name in family.block_modules(block):
+            module = getattr(layer, name)
+            pair = block == "attention" or type(module).__name__ in family.pair_modules
+            forwards[module] = _zeros_and_none if pair else torch.zeros_like
     with replaced_forwards(forwards):
         yield
 
@@ -371,7 +373,7 @@ def _is_causal(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and bool((mask == torch.ones_like(mask).tril()).all())
 
 
-def _no_attention(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _zeros_and_none(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return torch.zeros_like(hidden_states), None
 
 

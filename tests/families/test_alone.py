@@ -185,7 +185,7 @@ def test_methods_of_layers_prune_a_checkpoint(model_type: str, preset: str, tmp_
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gpt2", "jetmoe"])
 def test_recovery_trains_what_is_left(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_alone(model_type), tmp_path / "dense")
     options = {"recover.train.steps": 2, "recover.train.warmup_steps": 1}

@@ -259,7 +259,7 @@ def test_a_row_that_cannot_be_cut_is_refused(axes: Any, width_norm: Any, words: 
         Row("model.layers.{i}.odd.weight", axes, "reader", "attention", width_norm=width_norm)
 
 
-@pytest.mark.parametrize("axes", [("heads", "hidden"), (("ffn", "ffn"), "hidden")], ids=str)
+@pytest.mark.parametrize("axes", [("heads", "hidden"), (("heads", "ffn"), "hidden")], ids=str)
 def test_a_row_without_groups_is_not_by_group(axes: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="is by_group, but fuses no heads"):
         Row("model.layers.{i}.odd.weight", axes, "reader", "attention", by_group=True)

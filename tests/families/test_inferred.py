@@ -165,7 +165,7 @@ def test_inferred_sizes_name_their_axes(model_type: str) -> None:
     others = {sizes.vocab_size, sizes.num_key_value_heads * sizes.head_dim, sizes.num_layers}
     assert len(channels | others | widths) == len(channels) + 3 + len(widths)
     named = len({(name, axis) for name, kind in sizes.kinds.items() for axis in kind["mlp"].axes})
-    assert len(widths) == named - (model_type == "hunyuan_v1_moe")  # its shared expert is as wide as the others
+    assert len(widths) == named - (model_type in ("hunyuan_v1_moe", "llama4_text"))  # shared as wide as others
     assert len(channels) == 1 if model_type in ("helium", "stablelm", "olmoe") else 2
 
 
@@ -237,7 +237,8 @@ def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_
 def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
-    preset = "wanda-plain" if model_type == "doge" else "wanda"  # its layers do not just add to the stream
+    # Layers of Doge do not just add to the stream, and the experts of LLaMA 4 read all tokens.
+    preset = {"doge": "wanda-plain", "llama4_text": "taylor"}.get(model_type, "wanda")
     axes = ["ffn"] if model_type == "laguna" else ["heads", "ffn"]
     config = build_config(preset=preset, options={"ratio": 0.3, **data, "score.closed_ends": 0, "score.axes": axes})
     result = prune_checkpoint(folder, config, out=tmp_path / "out")
