@@ -49,8 +49,8 @@ FAULTS = (
     Fault(
         "slicing: parts of a fused projection overlap",
         "pyprune/families/base.py",
-        "positions += [start + i for i in",
-        "positions += [i for i in",
+        "self.step + self.start + c % self.length for c in",
+        "self.step + c % self.length for c in",
         "families",
     ),
     Fault(

@@ -36,7 +36,7 @@ def assert_proven(family: Family, cut: Cut) -> None:
         return
     _at_work.add(name)
     try:
-        error = _error_of_cut(name, cut)
+        error = error_of_cut(name, cut)
     finally:
         _at_work.remove(name)
     if not error < ERROR:
@@ -47,7 +47,7 @@ def assert_proven(family: Family, cut: Cut) -> None:
 
 
 @cache
-def _error_of_cut(model_type: str, cut: Cut) -> float:
+def error_of_cut(model_type: str, cut: Cut) -> float:
     """Return the relative difference between the logits of a cut tiny model and of a masked one."""
     family = family_of_type(model_type)
     with undisturbed(), torch.no_grad():

@@ -116,12 +116,19 @@ def tiny_sizes(model_type: str) -> dict[str, Any]:
         raise UnsupportedModelError(f"No tiny model of the type {model_type!r} can be built: {obstacle}.") from obstacle
 
 
+@cache
 def inferred_family(model_type: str) -> Family | str:
     """Return the family of a model type without a table, or the reason why none can be inferred.
 
     The reason is "" for a type of which Transformers has no causal LM.
     """
-    return _inferred(model_type) if model_type in causal_types() else ""
+    if model_type not in causal_types():
+        return ""
+    with undisturbed():
+        try:
+            return _infer(model_type)
+        except _Obstacle as obstacle:
+            return str(obstacle)
 
 
 @cache
@@ -131,15 +138,6 @@ def causal_types() -> Mapping[str, tuple[str, str]]:
     configs: Mapping[str, str] = import_module(f"{auto}configuration_auto").CONFIG_MAPPING_NAMES
     models: Mapping[str, str] = import_module(f"{auto}modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return {name: (configs[name], models[name]) for name in models if name in configs}
-
-
-@cache
-def _inferred(model_type: str) -> Family | str:
-    with undisturbed():
-        try:
-            return _infer(model_type)
-        except _Obstacle as obstacle:
-            return str(obstacle)
 
 
 @contextmanager

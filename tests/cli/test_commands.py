@@ -191,7 +191,7 @@ def test_inspect_prints_plan_and_sizes(pruned: Path, checkpoint: Path) -> None:
     assert "LlamaForCausalLM" in result.stdout
     data = json.loads(run("inspect", pruned, "--json", "-").stdout)
     dense = json.loads(run("inspect", checkpoint, "--json", "-").stdout)
-    assert data["plan"]["version"] == 1
+    assert data["plan"]["version"] == 2
     assert 0 < data["parameters"] < dense["parameters"]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_
-from pyprune.cut.proof import _error_of_cut
+from pyprune.cut.proof import error_of_cut
 from pyprune.cut.target import choose_target
 from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
 from pyprune.families import (
@@ -31,7 +31,7 @@ from pyprune.families import (
     parameters_after,
     shapes_after,
 )
-from pyprune.families.infer import _inferred, causal_types, inferred_family
+from pyprune.families.infer import causal_types, inferred_family
 from pyprune.families.table import open_table
 from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
@@ -356,17 +356,17 @@ def test_a_wrong_table_is_refused_before_anything_is_cut(monkeypatch: pytest.Mon
     for module in ("pyprune.families", "pyprune.cut.proof", "pyprune.cut.compact", "pyprune.cut.mask"):
         for name in ("family_for", "family_of_type"):
             monkeypatch.setattr(f"{module}.{name}", lambda *_: wrong, raising=False)
-    _error_of_cut.cache_clear()
+    error_of_cut.cache_clear()
     try:
         with pytest.raises(UnsupportedModelError, match=r"inferred for the model type 'gemma' is wrong: .*% off"):
             compact_(model, right.plan(model.config).keep_hidden(range(40)))
     finally:
-        _error_of_cut.cache_clear()
+        error_of_cut.cache_clear()
     assert torch.equal(model.model.norm.weight, weights)
 
 
 def test_inference_does_not_depend_on_the_state_of_torch() -> None:
-    _inferred.cache_clear()
+    inferred_family.cache_clear()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

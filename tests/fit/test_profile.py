@@ -122,7 +122,7 @@ OTHER = PrunePlan.identity("llama", replace(SIZES, layers=SIZES.layers[:1] * 9))
         ({"versions": {}}, "versions.transformers was '5.19.0', now None"),
         ({"engine": "vllm"}, "engine was 'transformers', now 'vllm'"),
         ({"dtype": "bfloat16"}, "dtype was 'float32', now 'bfloat16'"),
-        ({"plan": OTHER}, "dense.num_layers was 8, now 9"),
+        ({"plan": OTHER}, "dense.kinds.decoder.layers was '0-7', now '0-8'"),
         ({"plan": replace(identity(), model_type="qwen3")}, "model_type was 'llama', now 'qwen3'"),
     ],
 )
