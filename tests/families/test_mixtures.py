@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cut.compact import compact_
 from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import family_for
@@ -178,3 +179,11 @@ def test_norms_of_experts_are_those_of_the_tokens_routed_to_them(model_type: str
             checked += len(inputs)
     assert checked > 4
     assert norms.tokens.sum() == 2 * ids.numel()
+
+
+def test_dense_layers_and_mixtures_lose_the_same_share(tmp_path: Path) -> None:
+    """What the last step of the mixtures leaves of the goal does not go to the one dense layer."""
+    prune(tiny_inferred("qwen3_moe"), tmp_path, preset="wanda", ratio=0.2, **{"score.ffn_multiple": 4})
+    plan = read_pruning_json(tmp_path / "wanda").plan
+    assert plan is not None
+    assert [len(layer.ffn) for layer in plan.layers] == [32] * 5

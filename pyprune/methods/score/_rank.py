@@ -52,8 +52,8 @@ class RankedUnits:
         return self.axis, len(self.bundles)
 
 
-Alike = tuple[ScoreAxis, int]
-"""An axis and its number of bundles in a layer: layers of one kind, which lose the same number of them."""
+KindCounts = dict[tuple[ScoreAxis, int], int]
+"""Number of removed bundles, by :attr:`RankedUnits.alike`."""
 Counts = dict[LayerAxis, int]
 """Number of removed bundles, by (layer, axis)."""
 
@@ -212,57 +212,53 @@ class Ranking:
         If the next step of one axis is larger than the rest of the goal (a KV head of few), the others continue alone,
         those with the larger steps first.
         """
-        first = {o.alike: o for o in orders}
-        allowed = {alike: self._allowed_counts(orders, order) for alike, order in first.items()}
-        shares = sorted({Fraction(k, len(o.bundles)) for o in first.values() for k in range(len(o.bundles) + 1)})
+        first = {o.axis: o for o in orders}
+        steps = {axis: self._steps(orders, axis) for axis in first}
+        shares = sorted({share for of_axis in steps.values() for share in of_axis})
+        starts = {axis: [*of_axis] for axis, of_axis in steps.items()}
 
         def counts_at(step: int) -> Counts:
-            exact = {alike: math.floor(shares[step] * len(o.bundles)) for alike, o in first.items()}
-            counts = {alike: allowed[alike][bisect_right(allowed[alike], exact[alike]) - 1] for alike in first}
-            return {(o.layer, o.axis): counts[o.alike] for o in orders}
+            reached = [of[starts[axis][bisect_right(starts[axis], shares[step]) - 1]] for axis, of in steps.items()]
+            return _spread(orders, {alike: n for counts in reached for alike, n in counts.items()})
 
         counts = self._reach_goal(orders, self.request.ratio, len(shares) - 1, counts_at)
-        by_step = sorted(first, key=lambda alike: len(first[alike].bundles))
-        for alike in by_step:
-            counts = self._fill(orders, counts, alike, allowed[alike])
-        return self._with_larger_steps(orders, counts, by_step, allowed)
+        by_step = [[*steps[axis].values()] for axis in sorted(first, key=lambda axis: len(first[axis].bundles))]
+        taken = {o.alike: counts[o.layer, o.axis] for o in orders}
+        for of_axis in by_step:
+            taken = self._fill(orders, taken, of_axis)
+        return _spread(orders, self._with_larger_steps(orders, taken, by_step))
+
+    def _steps(self, orders: Sequence[RankedUnits], axis: ScoreAxis) -> dict[Fraction, KindCounts]:
+        """Return share -> bundles of one axis that each kind of layers loses, ascending, as far as its steps allow."""
+        kinds = {o.alike: o for o in orders if o.axis == axis}
+        allowed = {alike: self._allowed_counts(orders, o) for alike, o in kinds.items()}
+        steps: dict[Fraction, KindCounts] = {}
+        for share in sorted({Fraction(k, units) for _, units in kinds for k in range(units + 1)}):
+            exact = {alike: math.floor(share * alike[1]) for alike in kinds}
+            steps[share] = {a: allowed[a][bisect_right(allowed[a], n) - 1] for a, n in exact.items()}
+        return steps
 
     def _with_larger_steps(
-        self,
-        orders: Sequence[RankedUnits],
-        counts: Counts,
-        by_step: Sequence[Alike],
-        allowed: Mapping[Alike, Sequence[int]],
-    ) -> Counts:
+        self, orders: Sequence[RankedUnits], taken: KindCounts, by_step: Sequence[Sequence[KindCounts]]
+    ) -> KindCounts:
         """If the axis with the smallest steps is used up, try one more step of another axis, and less of this one."""
         *larger, finest = by_step
-        places = {alike: [(o.layer, o.axis) for o in orders if o.alike == alike] for alike in by_step}
-        now = {alike: counts[places[alike][0]] for alike in by_step}
-        if now[finest] < allowed[finest][-1]:
-            return counts
-        start = counts | dict.fromkeys(places[finest], allowed[finest][0])
-        trials = [
-            start | dict.fromkeys(places[alike], next(k for k in allowed[alike] if k > now[alike]))
-            for alike in larger
-            if now[alike] < allowed[alike][-1]
-        ]
-        filled = [
-            self._fill(orders, trial, finest, allowed[finest])
-            for trial in trials
-            if self._share(orders, trial) <= self.request.ratio
-        ]
-        best = max([counts, *filled], key=lambda trial: self._share(orders, trial))
-        return best if best == counts else self._with_larger_steps(orders, best, by_step, allowed)
+        if not finest[-1].items() <= taken.items():
+            return taken
+        later = [next((step for step in of_axis if _is_more(step, taken)), None) for of_axis in larger]
+        trials = [taken | finest[0] | step for step in later if step]
+        filled = [self._fill(orders, t, finest) for t in trials if self._share_of(orders, t) <= self.request.ratio]
+        best = max([taken, *filled], key=lambda trial: self._share_of(orders, trial))
+        return best if best == taken else self._with_larger_steps(orders, best, by_step)
 
-    def _fill(self, orders: Sequence[RankedUnits], counts: Counts, alike: Alike, allowed: Sequence[int]) -> Counts:
-        """Remove as many bundles of one axis, the same number in all layers that are alike, as the goal allows."""
-        places: list[LayerAxis] = [(o.layer, o.axis) for o in orders if o.alike == alike]
-        larger = [count for count in allowed if count >= counts[places[0]]]
+    def _fill(self, orders: Sequence[RankedUnits], taken: KindCounts, steps: Sequence[KindCounts]) -> KindCounts:
+        """Take as many steps of one axis, the same share of every layer, as the goal allows."""
+        tried = [taken, *(taken | step for step in steps if _is_more(step, taken))]
+        last = self._last_within(orders, self.request.ratio, len(tried) - 1, lambda n: _spread(orders, tried[n]))
+        return tried[last]
 
-        def counts_at(step: int) -> Counts:
-            return counts | dict.fromkeys(places, larger[step])
-
-        return counts_at(self._last_within(orders, self.request.ratio, len(larger) - 1, counts_at))
+    def _share_of(self, orders: Sequence[RankedUnits], taken: KindCounts) -> float:
+        return self._share(orders, _spread(orders, taken))
 
     def _allowed_counts(self, orders: Sequence[RankedUnits], order: RankedUnits) -> list[int]:
         """Return the numbers of bundles of ``order``'s axis that every layer may lose, ascending from 0.
@@ -374,6 +370,16 @@ class Ranking:
         if ffn:
             kept["ffn"] = [i for i in layer.ffn if i not in ffn]
         return layer.with_units(self.identity.dense, kept)
+
+
+def _spread(orders: Sequence[RankedUnits], taken: KindCounts) -> Counts:
+    """Return the counts of all layers from those of their kinds."""
+    return {(o.layer, o.axis): taken[o.alike] for o in orders}
+
+
+def _is_more(step: KindCounts, taken: KindCounts) -> bool:
+    """Return whether a step removes more, and from no kind of layers less."""
+    return all(taken[kind] <= n for kind, n in step.items()) and not step.items() <= taken.items()
 
 
 def _means(orders: Sequence[RankedUnits], *, of_layers: bool) -> list[float]:
