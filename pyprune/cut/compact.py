@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -136,18 +137,28 @@ class TensorCut:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the cut tensor, any dtype."""
+        if tensor.ndim > 2 and self.rows is None and self.columns is None:  # of a convolution
+            matrix: Tensor = slice_gather(tensor.flatten(1), None, None, self.factor, offset=self.offset)
+            return cast(Tensor, matrix.unflatten(1, tensor.shape[1:]))
         if tensor.ndim == 3:
             return torch.stack([self.of(expert) for expert in tensor])
         return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
 
     def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
         """Yield the cut tensor in runs of rows that fit the buffers."""
+        inner, tensor = tensor.shape[1:], _as_matrix(tensor)
         rows = torch.arange(len(tensor)) if self.rows is None else self.rows
         row_shape = tensor.shape[1:] if self.columns is None else self.columns.shape
         most = max(1, buffers.nbytes // max(1, row_shape.numel() * tensor.itemsize))
         for chosen in rows.split(most):
             out = buffers.take((len(chosen), *row_shape), tensor.dtype)
-            yield slice_gather(tensor, chosen, self.columns, self.factor, offset=self.offset, out=out)
+            piece = slice_gather(tensor, chosen, self.columns, self.factor, offset=self.offset, out=out)
+            yield piece.unflatten(1, inner) if len(inner) > 1 else piece
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """Join the dimensions after the first; no column of a tensor with more than two is removed."""
+    return tensor.flatten(1) if tensor.ndim > 2 else tensor
 
 
 def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> TensorCut | None:

@@ -77,12 +77,13 @@ def _plan_of_open_axes(family: Family, model: PreTrainedModel) -> PrunePlan:
     """Return a plan that removes something from every open axis, not the same in every layer."""
     closed, plan = family.closed_axes(model.config), family.plan(model.config)
     dense = plan.dense
-    if "heads" not in closed:
-        plan = plan.with_layer(0, kv_heads=[1], query_heads=[dense.group_size])
-    if "ffn" not in closed:
-        plan = plan.with_layer(0, ffn=range(5, 30)).with_layer(2, ffn=range(9))
+    attention, mlp = ([i for i in range(dense.num_layers) if dense.units(axis, i)] for axis in ("query_heads", "ffn"))
+    if "heads" not in closed and attention:
+        plan = plan.with_layer(attention[0], kv_heads=[1], query_heads=[dense.group_size])
+    if "ffn" not in closed and mlp:
+        plan = plan.with_layer(mlp[0], ffn=range(5, 30)).with_layer(mlp[2 % len(mlp)], ffn=range(9))
     if dense.units("shared_ffn", 4):
         plan = plan.with_layer(4, shared_ffn=range(5, 30))
     if "layers" not in closed:
-        plan = plan.drop_layers([1])
+        plan = plan.drop_layers([next(i for i in (1, 2, 3) if [i] != attention[:1])])
     return plan if "hidden" in closed else plan.keep_hidden(range(3, dense.hidden_size - 8))

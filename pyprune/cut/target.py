@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
 from pyprune.families.alone import shorter_config
-from pyprune.families.base import Axis, axis_width, kept_indices
+from pyprune.families.base import Axis, axis_width, kept_indices, renumbered
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 
@@ -80,11 +80,13 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
         "auto_map",
     ):
         values.pop(key, None)
+    values |= family.plain_values(config)
     values["num_hidden_layers"] = len(plan.layers)
     values |= dict.fromkeys(family.hidden_fields, len(plan.hidden))
     for key in family.layer_lists:
         if values.get(key) is not None:
             values[key] = [values[key][i] for i in plan.kept_layers]
+    values |= {key: renumbered(values[key] or (), plan.kept_layers) for key in family.index_lists}
     return values | family.kind_values(config, [layer.kind for layer in plan.layers])
 
 
@@ -92,11 +94,11 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
     # Layers of another kind may have no attention.
     heads, kv_heads = (max(layer.widths[axis] for layer in plan.layers) for axis in range(2))
     values = _common_values(family, config, plan)
-    values["num_attention_heads"] = heads
+    values |= {"num_attention_heads": heads} if heads else {}
     for layer in plan.layers:
         widths = {name: len(layer.units(axis)) for axis, name in family.width_fields(layer.kind).items()}
         values |= {name: width for name, width in widths.items() if width and hasattr(config, name)}
-    if family.has_head_dim_field:
+    if family.has_head_dim_field and heads:
         values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
     values |= stock.config_changes(config)
     # A stock architecture with biases on its output projections has another switch for them.
@@ -108,8 +110,11 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     from pyprune.modeling import pruned_config_class
 
     values = _common_values(family, config, plan)
-    values["head_dim"] = plan.dense.head_dim
-    values["num_key_value_heads"] = plan.dense.num_key_value_heads
+    if plan.dense.head_dim:
+        values["head_dim"] = plan.dense.head_dim
+        values["num_key_value_heads"] = plan.dense.num_key_value_heads
+    if family.inner_from_hidden and plan.removed_hidden:
+        values["source_hidden_size"] = plan.dense.hidden_size
     if family.needs_virtual_norm(config, plan):
         values["norm_size"] = plan.dense.hidden_size
     for axis, name in family.mixture_fields.items():

@@ -209,6 +209,12 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
         )
     family = family_of_type(model_type)
     reason = family.variant_obstacle(config)
+    if family.refuse(config) and model_type not in all_families():
+        from pyprune.families.alone import family_of_layers
+
+        alone = family_of_layers(model_type)
+        if isinstance(alone, Family):  # whole layers can be removed of variants without rows
+            return alone
     if reason:
         raise UnsupportedModelError(f"This {model_type!r} variant is not supported: {reason}")
     return family

@@ -68,6 +68,7 @@ class Row:
         by_group: the fused dimension holds one KV group after another, each with its part of every axis in order
             (Falcon: the queries of a group, its key, its value; GPT-NeoX: of one head each); or one channel after
             another of an axis that is fused with itself (GPT-OSS: gate, up); otherwise one whole axis after another.
+        by_head: the dimension is fused by query head (Qwen3.5: the query of a head and its gate).
 
     Raises:
         UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
@@ -81,6 +82,7 @@ class Row:
     width_norm: Literal["", "input", "weight"] = ""
     kind: str | None = None
     by_group: bool = False
+    by_head: bool = False
 
     def __post_init__(self) -> None:
         fused = [axes for axes in self.dimensions if len(axes) > 1]
@@ -193,7 +195,13 @@ class StockClasses:
         )
 
 
+def renumbered(indices: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Return the new indices of those of these layers that are kept."""
+    return [new for new, old in enumerate(kept) if old in indices]
+
+
 def _stock_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
+    """Build a layer at the sizes of its configuration."""
     return layer_class(config, index)
 
 
@@ -252,8 +260,14 @@ class Family:
             stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
         carries_output_bias: the pruned architecture can hold biases on the output projections of attention and MLP
             that the dense model lacks (``output_bias`` in the configuration).
+        inner_from_hidden: closed blocks derive inner sizes from the hidden size, so that the pruned architecture keeps
+            that of the dense model (``source_hidden_size`` in the configuration).
+        needs_positions: the class numbers tokens after cached ones from 0, unless positions are given, as generation
+            gives them.
         hidden_fields: the config fields that hold the hidden size.
         layer_lists: the config fields with a value for each layer, which are sliced with the layers.
+        index_lists: the config fields with indices of layers, which are renumbered.
+        other_lists: config fields with a list that has nothing to do with layers.
         closed: axis (or "layers") -> reason why no plan may cut it.
         layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
         plan_obstacle: (config, plan) -> reason why a model of the type cannot lose the removed layers, or None.
@@ -267,6 +281,7 @@ class Family:
         vllm: import path "module:name" of the vLLM model that serves sizes per layer, for all other families.
         gguf: architectures of llama.cpp that can hold the family, first fit wins; or a sentence why there is none.
         refuse: (config) -> reason this variant is not supported; None = it is.
+        plain_values: (config) -> values that mean the same without rules that derive a size from others.
         unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or None.
 
     Raises:
@@ -295,8 +310,12 @@ class Family:
     has_head_dim_field: bool = True
     gauge: bool = False
     carries_output_bias: bool = True
+    inner_from_hidden: bool = False
+    needs_positions: bool = False
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     layer_lists: tuple[str, ...] = ("layer_types",)
+    index_lists: tuple[str, ...] = ()
+    other_lists: tuple[str, ...] = ()
     closed: Mapping[str, str] = field(default_factory=dict)
     layers_alone: str = ""
     plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None
@@ -308,6 +327,7 @@ class Family:
     vllm: str = ""
     gguf: tuple[GgufForm, ...] | str = "pyprune has no layout for this family."
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
+    plain_values: Callable[[PretrainedConfig], Mapping[str, Any]] = lambda config: {}
     unserved: Callable[[Mapping[str, Any]], str | None] = lambda config: None
 
     def __post_init__(self) -> None:
@@ -325,10 +345,14 @@ class Family:
                 if axis not in axes and axis not in SHARED_AXES:
                     raise UnsupportedModelError(did_you_mean(axis, {*axes, *SHARED_AXES}, f"axis {where}"))
 
-    @cached_property
-    def reads_raw_stream(self) -> bool:
-        """True when no weight stands between the stream and its readers: no norm (OLMo 2), or one without (OLMo)."""
-        return not any(row.role == "pre_norm" for row in self.rows)
+    def reads_raw_stream(self, reader: Row) -> bool:
+        """Return True if no weight stands between the stream and a reader: no norm (OLMo 2), or one without (OLMo)."""
+        return not any(
+            row.role == "pre_norm"
+            and row.block in (None, reader.block)
+            and (row.kind is None or reader.kind in (None, row.kind))
+            for row in self.rows
+        )
 
     @cached_property
     def bare_head(self) -> bool:
@@ -343,7 +367,7 @@ class Family:
         closed = dict(self.closed)
         if self.layers_alone:
             return closed
-        for name in _unknown_lists(config, self.layer_lists):
+        for name in _unknown_lists(config, self.layer_lists + self.index_lists + self.other_lists):
             closed["layers"] = f"{name} of its configuration has as many values as layers, and may belong to them"
         if config.tie_word_embeddings and self.bare_head and self.norm == "rms":
             closed["hidden"] = "its head is tied to the embedding, and its final norm has no weight"
@@ -443,13 +467,13 @@ class Family:
             module = getattr(module, part)
         return module  # type: ignore[no-any-return]
 
-    def block_norms(self, block: Block) -> tuple[str, ...]:
-        """Return the names inside a layer of the norms that only serve ``block``."""
+    def block_norms(self, block: Block, kind: str = DECODER) -> tuple[str, ...]:
+        """Return the names inside a layer of a kind of the norms that only serve ``block``."""
         prefix = f"{self.layers_path}.{{i}}."
         return tuple(
             row.pattern.removeprefix(prefix).removesuffix(".weight")
             for row in self.rows
-            if row.block == block and row.is_norm_weight
+            if row.block == block and row.is_norm_weight and row.kind in (None, kind)
         )
 
     def output_row(self, block: Block) -> Row:
@@ -460,13 +484,14 @@ class Family:
         """
         if block == "mlp":
             self.refuse_experts("this step")
-        rows = [row for row in self.rows if row.role == "writer" and row.block == block and len(row.axes) > 1]
+        writers = (row for row in self.rows if row.role == "writer" and row.block == block and len(row.axes) > 1)
+        rows = {row.pattern: row for row in writers}  # once, although layers of several kinds may have it
         if len(rows) != 1:
             raise UnsupportedModelError(
                 f"The block {block!r} of {self.model_type!r} writes to the stream through {len(rows)} matrices, "
                 "and this step needs one. Choose a method that removes whole layers."
             )
-        return rows[0]
+        return next(iter(rows.values()))
 
     def refuse_experts(self, reader: str) -> None:
         """Refuse a step that reads linear modules only, for models with mixtures of experts.
@@ -599,6 +624,8 @@ def fused_parts(row: Row, dense: Sizes, layer: int) -> tuple[FusedPart, ...]:
     groups = 1
     if row.by_group:
         groups = dense.units("kv_heads" if "heads" in axes else axes[0], layer)
+    elif row.by_head:
+        groups = dense.units("query_heads", layer)
     lengths = [axis_width(axis, dense, layer) // groups for axis in axes]
     return tuple(
         FusedPart(groups, sum(lengths), sum(lengths[:number]), length) for number, length in enumerate(lengths)

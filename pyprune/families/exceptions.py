@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 REFUSED = {
@@ -11,9 +13,70 @@ REFUSED = {
     "zaya": "its layers hand states of their routers to the next layer",
 }
 """Types without a table that do not keep the contract of whole layers, with the reason."""
+TINY: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False},
+    "mamba": {"state_size": 8, "time_step_rank": 5},
+    "mamba2": {"num_heads": 4, "head_dim": 31, "n_groups": 2, "state_size": 8},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 5},
+    "qwen3_5_text": {
+        "layer_types": ("linear_attention", "full_attention"),
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "olmo_hybrid": {"layer_types": ("linear_attention", "full_attention")},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 14, "mamba_d_ssm": 56, "mamba_d_state": 8},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8},
+    "granitemoehybrid": {
+        "layer_types": ("linear_attention", "full_attention"),
+        "mamba_n_heads": 4,
+        "mamba_d_state": 8,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 46,
+    },
+    "nemotron_h": {
+        "layers_block_type": ("linear_attention", "full_attention", "mlp"),
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 14,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
+}
+"""Type that may have closed blocks -> values of its tiny model, so that sizes inside them differ from all others.
+
+A tuple is a value for each layer, in turn."""
+
+
+def _plain_lfm2(config: Any) -> dict[str, Any]:
+    """Return the FFN width of LFM2, which its classes derive from intermediate_size, and no rule to derive it."""
+    if not config.block_auto_adjust_ff_dim:
+        return {}
+    factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+    width = int((1 if factor is None else factor) * int(2 * config.intermediate_size / 3))
+    return {"intermediate_size": -(-width // multiple) * multiple, "block_auto_adjust_ff_dim": False}
+
+
+def _refuse_experts(config: Any) -> str | None:
+    return "it has experts, of which no row is known" if config.num_local_experts else None
+
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"needs_positions": True},
     "gemma": {"begins_with_bos": True},
     "gemma2": {"begins_with_bos": True},
+    "granitemoehybrid": {"intermediate_field": "shared_intermediate_size", "refuse": _refuse_experts},
+    "lfm2": {"plain_values": _plain_lfm2, "refused_switches": {}},
     "recurrent_gemma": {"begins_with_bos": True},
     "vaultgemma": {"begins_with_bos": True},
 }
+
+
+def _give_multipliers(layer: Any, config: Any) -> None:
+    modelling = import_module("transformers.models.falcon_h1.modeling_falcon_h1")
+    layer.mamba.register_buffer("mup_vector", modelling.compute_mup_vector(config), persistent=False)
+
+
+FINISH: dict[str, Callable[[Any, Any], None]] = {"falcon_h1": _give_multipliers}
+"""(layer, its configuration): what a model, not the constructor of its layers, gives to layers."""

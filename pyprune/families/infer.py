@@ -7,6 +7,8 @@ its norms normalise: the residual stream in front of a block, or the output of a
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +17,22 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import product
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pyprune.errors import UnsupportedModelError, shown
-from pyprune.families.base import Axis, Block, Dimension, Family, Role, Row, StockClasses, StockTarget
+from pyprune.families.base import (
+    Axis,
+    Block,
+    Dimension,
+    Family,
+    Role,
+    Row,
+    StockClasses,
+    StockTarget,
+    alike_layers,
+    decoder_blocks,
+    renumbered,
+)
 from pyprune.families.common import (
     first_obstacle,
     heads_obstacle,
@@ -27,7 +41,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
-from pyprune.families.exceptions import EXCEPTIONS
+from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY
 from pyprune.families.mixtures import (
     MIXTURE,
     SHARED_WIDTH,
@@ -39,7 +53,7 @@ from pyprune.families.mixtures import (
     shared_width_obstacle,
     tiny_mixture_values,
 )
-from pyprune.plan import DECODER
+from pyprune.plan import DECODER, BlockSizes, PrunePlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,12 +74,14 @@ _WIDTHS: dict[int, Dimension] = {
     HEADS: "each_head",
     KV_HEADS: "each_kv_head",
     1: "inner",
+    2 * HEADS * HEAD_DIM: ("heads", "heads"),
 }
 _BLOCK_OF: dict[Dimension, Block] = {
     "heads": "attention",
     "kv_heads": "attention",
     "ffn": "mlp",
     ("ffn", "ffn"): "mlp",
+    ("heads", "heads"): "attention",
     "shared_ffn": "mlp",
     ("shared_ffn", "shared_ffn"): "mlp",
     "experts": "mlp",
@@ -75,6 +91,8 @@ _BLOCK_OF: dict[Dimension, Block] = {
 """Block of a parameter, by an axis that is not the stream."""
 _SHARED: dict[Dimension, Dimension] = {"ffn": "shared_ffn", ("ffn", "ffn"): ("shared_ffn", "shared_ffn")}
 _PER_HEAD = ("each_head", "each_kv_head")
+_KIND_FIELDS = ("layer_types", "layers_block_type")
+"""Fields of configurations that name the kind of every layer."""
 
 
 class _Obstacle(Exception):
@@ -101,6 +119,14 @@ def tiny_values(rule: str, layers: int = LAYERS) -> dict[str, Any]:
         "eos_token_id": 2,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
+    }
+
+
+def own_values(model_type: str, layers: int = LAYERS) -> dict[str, Any]:
+    """Return the values of a tiny model that only its type has; a tuple is repeated until each layer has a value."""
+    return {
+        name: [value[i % len(value)] for i in range(layers)] if isinstance(value, tuple) else value
+        for name, value in TINY.get(model_type, {}).items()
     }
 
 
@@ -164,23 +190,77 @@ class _Facts:
 
     Attributes:
         model: class of the causal LM.
-        layer: class of its decoder layers.
+        layers: kind -> class of its decoder layers.
         layers_path: dotted path of their ModuleList.
-        rows: pattern -> row.
+        kinds: kind of every layer of the tiny model.
+        kind_of: value in a list of the configuration -> kind of layer; empty if all layers are alike.
+        shut: (kind, module of a layer) -> reason why its inside is no axis, so that it is a closed block.
+        rows: pattern -> row; the pattern names the kind of layers (:meth:`start`).
         modules: block -> names of the modules of a layer that hold it.
-        kinds: the kind of every layer.
         flags: values of fields of :class:`Family`.
         closed: axis -> reason why it cannot be cut.
     """
 
     model: type[Any]
-    layer: type[Any]
+    layers: dict[str, type[Any]]
     layers_path: str
     kinds: tuple[str, ...]
+    kind_of: dict[str, str] = field(default_factory=dict)
+    shut: dict[tuple[str, str], str] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     modules: dict[Block, tuple[str, ...]] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
+
+    def start(self, kind: str) -> str:
+        """Return the beginning of patterns in layers of a kind."""
+        return f"{self.layers_path}.{{{kind}}}."
+
+    def public(self, reason: str) -> str:
+        """Return a reason with patterns as families have them."""
+        for kind in self.kinds:
+            reason = reason.replace(self.start(kind), f"{self.layers_path}.{{i}}.")
+        return reason
+
+    def split(self, name: str) -> tuple[str, str] | None:
+        """Return the kind of the layer of a parameter or module, and the name inside it; None outside the layers."""
+        inside = re.match(re.escape(self.layers_path) + r"\.(\d+)\.(.*)\Z", name)
+        return (self.kinds[int(inside[1])], inside[2]) if inside else None
+
+    def blocks(self) -> dict[str, dict[Block, tuple[Axis, ...]]]:
+        """Return kind -> its blocks -> their axes."""
+        table: dict[str, dict[Block, tuple[Axis, ...]]] = {}
+        for kind in dict.fromkeys(self.kinds):
+            table[kind] = {module: () for other, module in self.shut if other == kind}
+            owned = {row.block for row in self.rows.values() if row.pattern.startswith(self.start(kind))}
+            table[kind] |= {"attention": ("heads", "kv_heads")} if "attention" in owned else {}
+            table[kind] |= {"mlp": ("ffn",)} if "mlp" in owned else {}
+        return table
+
+    def final_rows(self) -> tuple[Row, ...]:
+        """Return the rows with patterns of a family; a row has a kind if another row has its pattern."""
+        table, kinds = self.blocks(), tuple(dict.fromkeys(self.kinds))
+        parts: dict[tuple[str, Block | None], list[Row]] = {}
+        owned: dict[str, list[tuple[list[str], Row]]] = {}
+        for pattern, row in self.rows.items():
+            kind = next((kind for kind in kinds if pattern.startswith(self.start(kind))), None)
+            if kind is None:
+                owned[pattern] = [([*kinds], row)]
+            else:
+                plain = replace(row, pattern=pattern.replace(self.start(kind), f"{self.layers_path}.{{i}}."))
+                parts.setdefault((kind, row.block), []).append(plain)
+        for (kind, block), rows in parts.items():
+            owners = [other for other in kinds if block is None or block in table[other]]
+            if any(parts.get((other, block)) != rows for other in owners):
+                owners = [kind]
+            for row in rows if kind == owners[0] else ():
+                owned.setdefault(row.pattern, []).append((owners, row))
+        return tuple(
+            row if kind is None else replace(row, kind=kind)
+            for places in owned.values()
+            for owners, row in places
+            for kind in (owners if len(places) > 1 or len(owners) < len(kinds) else [None])
+        )
 
 
 def _infer(model_type: str) -> Family:
@@ -196,36 +276,76 @@ def _infer(model_type: str) -> Family:
             _merge(facts, _facts_of(_config(model_type, rule, **{name: value}), rule))
         except _Obstacle as obstacle:
             refused[name] = (value, str(obstacle))
-    lists, reason = _layer_lists(model_type, rule, facts)
+    lists, others, reason = _layer_lists(model_type, rule, facts)
     for name, value in _config(model_type, rule).to_dict().items():
         if name in lists and all(count == HEADS for count in value):
             facts.closed["heads"] = f"{name} of its configuration counts them layer by layer"
     if reason:
         facts.closed["layers"] = reason
-    config_class = type(_config(model_type, rule))
+    config = _config(model_type, rule)
+    config_class = type(config)
+    classes = (config_class, facts.model, facts.layers[facts.kinds[0]])
+    if not _is_tied(config):
+        refused["tie_word_embeddings"] = (True, "its class does not tie the head to the embedding")
     mixture = _mixture(model_type, facts)
     counts_shared = SHARED_WIDTH in mixture.get("mixture_fields", {}).values()
     stock = StockTarget(model_type, _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared))
+    kinds = {
+        "kinds": facts.blocks(),
+        "layer_kinds": partial(_kinds_of_layers, facts.kind_of) if facts.kind_of else alike_layers,
+        "block_sizes": _block_sizes,
+    }
     family = Family(
         model_type=model_type,
-        classes=StockClasses(*(f"{c.__module__}:{c.__qualname__}" for c in (config_class, facts.model, facts.layer))),
-        rows=tuple(facts.rows.values()),
+        classes=StockClasses(*(f"{c.__module__}:{c.__qualname__}" for c in classes)),
+        rows=facts.final_rows(),
         stock_targets=(stock,),
         layers_path=facts.layers_path,
-        attention_module=facts.modules["attention"][0],
-        mlp_modules=facts.modules["mlp"],
+        attention_module=facts.modules.get("attention", ("",))[0],
+        mlp_modules=facts.modules.get("mlp", ()),
+        inner_from_hidden=bool(facts.shut) and _inner_depends_on_hidden(model_type, rule, facts),
         layer_lists=lists,
-        closed=facts.closed,
-        refused_switches=refused,
+        other_lists=others,
+        index_lists=_index_lists(model_type),
+        closed={axis: facts.public(reason) for axis, reason in facts.closed.items()},
+        refused_switches={name: (value, facts.public(reason)) for name, (value, reason) in refused.items()},
         **facts.flags,
-        **mixture,
+        **(kinds | mixture),
     )
-    if rule == "heads times head_dim" or counts_shared:
-        start = f"{facts.layers_path}.{{i}}."
-        inside = {name.removeprefix(start): row for name, row in facts.rows.items() if name.startswith(start)}
-        narrow = rule == "heads times head_dim"
-        family = replace(family, build_layer=partial(_build_resized_layer, inside, narrow))
+    narrow = rule == "heads times head_dim"
+    if narrow or counts_shared or facts.shut or facts.kind_of:
+        family = replace(family, build_layer=partial(_build_resized_layer, facts, narrow))
     return replace(family, **EXCEPTIONS.get(model_type, {}))
+
+
+def _kinds_of_layers(kind_of: Mapping[str, str], config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the kind of every layer by the list of a configuration.
+
+    Raises:
+        UnsupportedModelError: the list has a word that the tiny model did not have.
+    """
+    words = _layer_words(config)
+    unknown = next((word for word in words if word not in kind_of), None)
+    if unknown is not None:
+        raise UnsupportedModelError(
+            f"pyprune knows no layers of the kind {shown(unknown)} in {config.model_type!r} models, but only "
+            f"{', '.join(kind_of)}. Prune another model of this type."
+        )
+    return tuple(kind_of[word] for word in words)
+
+
+def _layer_words(config: PretrainedConfig) -> list[str]:
+    lists = (getattr(config, name, None) for name in _KIND_FIELDS)
+    return next((list(words) for words in lists if isinstance(words, list | tuple)), [])
+
+
+def _block_sizes(family: Family, config: PretrainedConfig, kind: str) -> dict[Block, BlockSizes]:
+    """Return the sizes of the blocks of a kind; closed ones have none."""
+    blocks = family.kinds[kind]
+    plain = copy.copy(config)
+    vars(plain).update(family.plain_values(config))
+    usual = decoder_blocks(family, plain, kind) if any(blocks.values()) else {}
+    return {block: usual.get(block, BlockSizes()) for block in blocks}
 
 
 def _first_that_builds(model_type: str) -> tuple[str, _Facts]:
@@ -249,6 +369,8 @@ def _config(model_type: str, rule: str, layers: int = LAYERS, **values: Any) -> 
 
 
 def _tiny_sizes(model_type: str, rule: str, layers: int) -> dict[str, Any]:
+    if model_type in TINY:
+        return tiny_values(rule, layers) | own_values(model_type, layers)
     return tiny_values(rule, layers) | tiny_mixture_values(_fields(model_type), layers, HIDDEN[rule])
 
 
@@ -287,7 +409,7 @@ def _merge(facts: _Facts, other: _Facts) -> None:
     for pattern, row in other.rows.items():
         if facts.rows.get(pattern, row) != row:
             raise _Obstacle(f"{pattern} then has another meaning")
-    if (facts.flags, facts.modules) != (other.flags, other.modules):
+    if (facts.flags, facts.modules, facts.blocks()) != (other.flags, other.modules, other.blocks()):
         raise _Obstacle("its norms, its embedding or its blocks are then of another kind")
     facts.rows |= other.rows
     facts.closed |= other.closed
@@ -306,19 +428,19 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
         raise
     except Exception as error:  # the constructor of any model class
         raise _Obstacle(f"its tiny model cannot be built: {shown(error)}") from error
-    kinds = tuple(MIXTURE if any(p.ndim == 3 for p in layer.parameters()) else DECODER for layer in layers)
+    kind_of = _find_kinds(config, layers) if config.model_type in TINY else {}
+    if kind_of:
+        kinds = tuple(kind_of[word] for word in _layer_words(config))
+    elif config.model_type in TINY:
+        kinds = (DECODER,) * LAYERS
+    else:
+        kinds = tuple(MIXTURE if any(p.ndim == 3 for p in layer.parameters()) else DECODER for layer in layers)
     if MIXTURE in kinds and kinds != layer_kinds(config):
         raise _Obstacle(f"its layers are {', '.join(kinds)}, which no known field of its configuration names")
-    facts = _Facts(type(model), type(layers[0]), path, kinds)
-    owners: dict[str, set[str]] = {}
+    classes = {kind: type(layer) for kind, layer in zip(kinds, layers, strict=True)}
+    facts = _Facts(type(model), classes, path, kinds, kind_of)
     for name, parameter in model.named_parameters():
-        row = _row(facts, model, name, tuple(parameter.shape))
-        if facts.rows.setdefault(row.pattern, row) != row:
-            raise _Obstacle(f"{name} has the shape {tuple(parameter.shape)}, other than in other layers")
-        owners.setdefault(row.pattern, set()).update(_kinds_of(facts, name))
-    for pattern, row in facts.rows.items():
-        if len(owners[pattern]) == 1 < len(set(kinds)):
-            facts.rows[pattern] = replace(row, kind=next(iter(owners[pattern])))
+        _add_row(facts, model, name, tuple(parameter.shape))
     facts.flags["stored_buffers"] = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
     _check_projections(facts)
     for row in [row for row in facts.rows.values() if row.role == "writer" and row.pattern.endswith(".weight")]:
@@ -326,12 +448,6 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
         facts.rows.setdefault(bias, replace(row, pattern=bias, axes=("hidden",)))
     _watch_forward(facts, config)
     return facts
-
-
-def _kinds_of(facts: _Facts, name: str) -> set[str]:
-    """Return the kind of the layer that a parameter belongs to; all kinds for one outside the layers."""
-    inside = re.match(re.escape(facts.layers_path) + r"\.(\d+)\.", name)
-    return {facts.kinds[int(inside[1])]} if inside else set(facts.kinds)
 
 
 def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -343,34 +459,68 @@ def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     raise _Obstacle(f"it has no list of {LAYERS} layers, the number that its configuration names")
 
 
+def _find_kinds(config: PretrainedConfig, layers: nn.ModuleList) -> dict[str, str]:
+    """Return word in a list of the configuration -> kind of layer; empty if all layers have the same parameters."""
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    words, kind_of = _layer_words(config), dict[str, str]()
+    if len(words) != len(layers) or all(shape == shapes[0] for shape in shapes):
+        return kind_of
+    first_of: dict[str, int] = {}
+    for word, shape in zip(words, shapes, strict=True):
+        first = shapes.index(shape)
+        if first_of.setdefault(word, first) != first:
+            raise _Obstacle(f"its layers of the kind {word!r} have different parameters")
+        kind_of[word] = words[first]
+    return kind_of
+
+
+def _add_row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> None:
+    """Add the row of a parameter, or shut the block of a layer that no axes explain."""
+    kind, inside = facts.split(name) or ("", "")
+    module = inside.partition(".")[0]
+    if (kind, module) in facts.shut:
+        return
+    try:
+        row = _row(facts, model, name, shape)
+    except _Obstacle as obstacle:
+        if "." not in inside or model.config.model_type not in TINY:
+            raise
+        facts.shut[kind, module] = str(obstacle)
+        start = f"{facts.start(kind)}{module}."
+        facts.rows = {pattern: row for pattern, row in facts.rows.items() if not pattern.startswith(start)}
+        return
+    if facts.rows.setdefault(row.pattern, row) != row:
+        raise _Obstacle(f"{name} has the shape {shape}, other than in other layers")
+
+
 def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
     """Return the row of a parameter by its shape; norms of the stream get their role later."""
-    inside = re.match(re.escape(facts.layers_path) + r"\.\d+\.(.*)\Z", name)
-    pattern = f"{facts.layers_path}.{{i}}.{inside[1]}" if inside else name
-    module = (inside[1] if inside else name).rpartition(".")[0]
-    if re.search(r"\.\d+(\.|\Z)", inside[1] if inside else name):
+    kind, inside = facts.split(name) or ("", None)
+    pattern = facts.start(kind) + inside if inside else name
+    module = (inside or name).rpartition(".")[0]
+    if re.search(r"\.\d+(\.|\Z)", inside or name):
         raise _Obstacle(f"{name} is one of several modules in a list")
-    mixture = bool(inside) and MIXTURE in _kinds_of(facts, name)
+    mixture = kind == MIXTURE
     axes = _axes(name, shape, model.config.hidden_size, _WIDTHS | TINY_WIDTHS if mixture else _WIDTHS)
     if not inside:
         return _outer_row(model, pattern, module, axes)
     if "experts" in axes and len(axes) > 1 and pattern.rpartition(".")[0].endswith("experts"):
         return _experts_row(facts, model.get_submodule(name.rpartition(".")[0]), pattern, axes)
-    projected = facts.rows.get(f"{facts.layers_path}.{{i}}.{module}.weight")
+    projected = facts.rows.get(f"{facts.start(kind)}{module}.weight")
     if pattern.endswith(".bias") and projected is not None and len(projected.axes) == 2:
         role: Role = "writer" if projected.role == "writer" else "inner"
-        return Row(pattern, (projected.axes[0],), role, projected.block)
+        return Row(pattern, (projected.axes[0],), role, projected.block, by_head=projected.by_head)
     if axes == ("hidden",):
         return Row(pattern, axes, "pre_norm", None)
     if len(axes) == 2 and "hidden" in axes:
         other = axes[1 - axes.index("hidden")]
         if other in _BLOCK_OF and (axes[1] == "hidden" or other in ("heads", "ffn", "shared_ffn")):
             role = "reader" if axes[1] == "hidden" else "writer"
-            return Row(pattern, axes, role, _BLOCK_OF[other])
+            return Row(pattern, axes, role, _BLOCK_OF[other], by_head=other == ("heads", "heads"))
         if mixture and axes == ("inner", "hidden"):  # the gate of a shared expert
             return Row(pattern, axes, "reader", "mlp")
     if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD or "experts" in axes):
-        return Row(pattern, axes, "inner", _block_of_module(facts, module, axes))
+        return Row(pattern, axes, "inner", _block_of_module(facts, facts.start(kind) + module.partition(".")[0], axes))
     raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
 
 
@@ -422,17 +572,18 @@ def _block_of_module(facts: _Facts, module: str, axes: tuple[Dimension, ...]) ->
     """Return the block of a vector: that of its axis, or that of the projections in the same module."""
     if axes[0] in _BLOCK_OF:
         return _BLOCK_OF[axes[0]]
-    start = f"{facts.layers_path}.{{i}}.{module.partition('.')[0]}."
-    return next((row.block for row in facts.rows.values() if row.pattern.startswith(start) and row.block), None)
+    return next((row.block for row in facts.rows.values() if row.pattern.startswith(f"{module}.") and row.block), None)
 
 
 def _check_projections(facts: _Facts) -> None:
-    """Refuse a type whose layers are not one attention and one dense MLP, and find the modules that hold them."""
-    start = f"{facts.layers_path}.{{i}}."
+    """Refuse layers with more than one attention or dense MLP, and find the modules that hold them."""
     blocks: tuple[tuple[Block, Axis], ...] = (("attention", "heads"), ("mlp", "ffn"))
-    for (block, axis), kind in product(blocks, dict.fromkeys(facts.kinds)):
-        rows = [row for row in facts.rows.values() if row.role == "writer" and row.kind in (None, kind)]
+    for (block, axis), (kind, owned) in product(blocks, facts.blocks().items()):
+        start = facts.start(kind)
+        rows = [row for name, row in facts.rows.items() if row.role == "writer" and name.startswith(start)]
         writers = [row for row in rows if {*row.axes} - {"experts"} == {"hidden", axis}]
+        if block not in owned and facts.shut:
+            continue
         if len(writers) != 1:
             raise _Obstacle(f"its layers have {len(writers)} matrices from {axis} to the stream; one is expected")
         owner = writers[0].pattern.removeprefix(start).split(".")
@@ -461,14 +612,23 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
 
     calls: list[_Call] = []
     pairs: set[str] = set()
-    entered: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+    entered: dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = {}
+    blocks: dict[str, tuple[Tensor, Tensor]] = {}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, module in model.named_modules():
-        if not list(module.children()) or name.endswith(f".{facts.modules['mlp'][0]}"):
+        for parameter in module.parameters(recurse=False) if _is_norm(module) else ():
+            parameter.data += 0.1 * torch.randn_like(parameter)  # no two norms give the same
+        if not list(module.children()) or (MIXTURE in facts.kinds and name.endswith(f".{facts.modules['mlp'][0]}")):
             module.register_forward_hook(partial(_record, calls, pairs if list(module.children()) else set(), name))
     layers = model.get_submodule(facts.layers_path)
-    firsts = [facts.kinds.index(kind) for kind in dict.fromkeys(facts.kinds)]
-    hooks = [layers[i].register_forward_pre_hook(partial(_enter, entered, i), with_kwargs=True) for i in firsts]
+    firsts = {kind: layers[facts.kinds.index(kind)] for kind in dict.fromkeys(facts.kinds)}
+    hooks = [
+        layer.register_forward_pre_hook(partial(_record_layer, entered, kind), with_kwargs=True)
+        for kind, layer in firsts.items()
+    ]
+    for kind, module in facts.shut:
+        record = partial(_record_block, blocks, kind + module)
+        firsts[kind].get_submodule(module).register_forward_hook(record, with_kwargs=True)
     with torch.no_grad():
         try:
             model(torch.arange(3, 12)[None], use_cache=False)
@@ -477,27 +637,75 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
         for hook in hooks:
             hook.remove()
         facts.flags["pair_modules"] = tuple(sorted(pairs))
+        for kind, module in facts.shut:
+            if not all(isinstance(end, torch.Tensor) for end in blocks.get(kind + module, (None,))):
+                raise _Obstacle(facts.shut[kind, module])
+            block = firsts[kind].get_submodule(module)
+            _add_closed_rows(facts, kind, module, block, calls, blocks[kind + module], config.hidden_size)
         norms = _stream_norms(facts, calls, config.hidden_size)
         _find_roles(facts, calls, norms, square=config.hidden_size == HEADS * HEAD_DIM)
         norms = _stream_norms(facts, calls, config.hidden_size)  # without those of heads that are as wide
         _find_norm_kind(facts, norms)
         _find_width_norms(facts, calls)
-        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], entered[0][0][0], norms)
-        for index in firsts:
-            stream, keywords = entered[index]
-            _check_idle_layer(facts, layers[index], stream, partial(layers[index], **keywords))
+        stream = entered[facts.kinds[0]][0]
+        _find_embedding_factor(facts, model.get_input_embeddings().weight[3:12], stream[0], norms)
+        for kind, layer in firsts.items():
+            _check_idle_layer(facts, kind, layer, stream, partial(_run_layer, layer, *entered[kind][1:]))
 
 
-def _enter(entered: dict[int, Any], index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Save the stream and the other arguments of a layer's call.
+def _run_layer(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], stream: Tensor) -> Tensor:
+    output: Any = layer(stream, *args, **keywords)
+    return cast("Tensor", output[0] if isinstance(output, tuple) else output)
+
+
+def _record_layer(entered: dict[str, Any], kind: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Keep the stream and the other arguments of a layer's call."""
+    others = {name: value for name, value in kwargs.items() if args or name != "hidden_states"}
+    entered[kind] = args[0] if args else kwargs["hidden_states"], args[1:], others
+
+
+def _record_block(blocks: dict[str, Any], name: str, _: nn.Module, *call: Any) -> None:
+    args, kwargs, output = call
+    tensors = args or (kwargs.get("hidden_states"),)
+    blocks[name] = tensors[0], output[0] if isinstance(output, tuple) else output
+
+
+def _add_closed_rows(
+    facts: _Facts, kind: str, block: str, module: nn.Module, calls: list[_Call], ends: tuple[Any, Any], hidden: int
+) -> None:
+    """Add the rows of a block whose inside is no axis: linear modules that read the stream, and one that writes it.
+
+    A size of the stream names its dimensions. Where inner sizes are equal to it, a module reads the stream if its input
+    is that of the block, and writes it if its output is.
 
     Raises:
-        _Obstacle: it has other positional arguments.
+        _Obstacle: another of its parameters may have a dimension of the stream.
     """
-    others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    if len(args) > 1:
-        raise _Obstacle("its layers are called with several positional arguments")
-    entered[index] = args[0] if args else kwargs["hidden_states"], others
+    from torch import nn
+
+    called = {call.module: call for call in calls}
+    owners = {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_parameters()}
+    wide = [(name, p) for name, p in module.named_parameters() if hidden in p.shape]
+    equal = any(tuple(p.shape) == (hidden, hidden) or isinstance(owners[name], nn.Conv1d) for name, p in wide)
+    if any(not isinstance(owners[name], nn.Linear | nn.Conv1d) for name, _ in wide):
+        raise _Obstacle(facts.shut[kind, block])
+    roles: list[Role] = []
+    for name, parameter in module.named_parameters():
+        axes: list[Dimension] = ["inner"] * parameter.ndim
+        role: Role = "inner"
+        call = called.get(owners[name]) if isinstance(owners[name], nn.Linear) else None
+        if call is not None and (_same(call.output, ends[1]) if equal else parameter.shape[0] == hidden):
+            axes[0], role = "hidden", "writer"
+        elif parameter.ndim == 2 and call and (_same(call.input, ends[0]) if equal else parameter.shape[1] == hidden):
+            axes[1], role = "hidden", "reader"
+        roles.append(role)
+        pattern = f"{facts.start(kind)}{block}.{name}"
+        facts.rows[pattern] = Row(pattern, tuple(axes), role, block)
+        if role == "writer":
+            bias = pattern.removesuffix("weight") + "bias"
+            facts.rows.setdefault(bias, Row(bias, ("hidden",), role, block))
+    if "reader" not in roles or "writer" not in roles:
+        raise _Obstacle(facts.shut[kind, block])
 
 
 def _record(
@@ -521,10 +729,19 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
+def _is_multiple(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is a constant times another."""
+    import torch
+
+    if one.shape != other.shape or not one.any():
+        return False
+    return torch.allclose(other, one * ((one * other).sum() / one.square().sum()), rtol=1e-4, atol=1e-6)
+
+
 def _weight_row(facts: _Facts, call: _Call) -> Row | None:
     """Return the row of the weight of a called module, of whatever layer."""
-    name = re.sub(re.escape(facts.layers_path) + r"\.\d+\.", f"{facts.layers_path}.{{i}}.", f"{call.name}.weight")
-    return facts.rows.get(name)
+    kind, inside = facts.split(f"{call.name}.weight") or ("", None)
+    return facts.rows.get(facts.start(kind) + inside if inside else f"{call.name}.weight")
 
 
 def _stream_norms(facts: _Facts, calls: list[_Call], hidden: int) -> list[_Call]:
@@ -574,7 +791,8 @@ def _normalises_heads(facts: _Facts, calls: list[_Call], pattern: str) -> bool:
 def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Block | None]:
     blocks: set[Block] = set()
     for call in calls:
-        if call.name.endswith(f".{facts.modules['mlp'][0]}"):  # experts have no linear module in it
+        # Experts have no linear module in it.
+        if MIXTURE in facts.kinds and call.name.endswith(f".{facts.modules['mlp'][0]}"):
             if _same(norm.input, call.output):
                 return "post_norm", "mlp"
             if _same(norm.output, call.input):
@@ -586,17 +804,23 @@ def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Bloc
             return "post_norm", row.block
         if row.role == "reader" and _same(norm.output, call.input):
             blocks.add(row.block)
+    if not blocks:  # a constant may stand between them
+        rows = [(call, _weight_row(facts, call)) for call in calls if _is_multiple(norm.output, call.input)]
+        blocks = {row.block for _, row in rows if row is not None and row.role == "reader" and row.block is not None}
     if not blocks:
         return "inner", None
     return "pre_norm", blocks.pop() if len(blocks) == 1 else None
 
 
-def _check_idle_layer(facts: _Facts, layer: nn.Module, stream: Tensor, run: Callable[[Tensor], Tensor]) -> None:
+def _check_idle_layer(
+    facts: _Facts, kind: str, layer: nn.Module, stream: Tensor, run: Callable[[Tensor], Tensor]
+) -> None:
     """Close layers where a layer whose writers are zero changes the stream, and hidden where it mixes its channels."""
     import torch
     from torch import nn
 
-    writers = {pattern.rpartition("{i}.")[2] for pattern, row in facts.rows.items() if row.role == "writer"}
+    start = facts.start(kind)
+    writers = {pattern.removeprefix(start) for pattern, row in facts.rows.items() if row.role == "writer"}
     for name, parameter in layer.named_parameters():
         if name in writers:
             nn.init.zeros_(parameter)
@@ -643,6 +867,9 @@ def _find_width_norms(facts: _Facts, calls: list[_Call]) -> None:
     """Mark projections that are normalised over their whole width; close the axis of any other norm over a width."""
     for call in filter(lambda call: _is_norm(call.module), calls):
         row = _weight_row(facts, call)
+        kind, inside = facts.split(call.name) or ("", "")
+        if (kind, inside.partition(".")[0]) in facts.shut:
+            continue
         axis = row.axes[0] if row is not None else _WIDTHS.get(call.input.shape[-1])
         if axis not in ("heads", "kv_heads", "ffn") or (row is not None and row.axes == ("hidden",)):
             continue
@@ -674,29 +901,36 @@ def _find_embedding_factor(facts: _Facts, embedding: Tensor, stream: Tensor, nor
         facts.closed["hidden"] = f"the embedding is multiplied by {factor:.3g}, which may depend on the hidden size"
 
 
-def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, ...], str]:
-    """Return the fields with a value for each layer, and why layers cannot be removed ("" if they can).
+def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the fields with a value for each layer, other lists, and why layers cannot be removed ("" if they can).
 
     A shorter model is built with those lists sliced. If a number, word or switch in one of its modules differs from the
     same layer of the whole model, the layer reads its index or the number of layers from somewhere else.
     """
     few, many = (_config(model_type, rule, layers).to_dict() for layers in (LAYERS, LAYERS + 2))
     lists = tuple(name for name, value in few.items() if _lengths(value, many.get(name)) == (LAYERS, LAYERS + 2))
+    others = tuple(name for name, value in few.items() if _lengths(value, many.get(name)) == (LAYERS, LAYERS))
     whole = _config(model_type, rule, 2 * LAYERS - 1)
     kept = (0, 2, 3, 6, 8)
-    values = whole.to_dict() | {"num_hidden_layers": len(kept)}
+    values = _plain_values(whole) | {"num_hidden_layers": len(kept)}
     values |= {name: [values[name][i] for i in kept] for name in lists}
+    values |= {name: renumbered(values[name], kept) for name in _index_lists(model_type)}
     if MIXTURE in facts.kinds:
         values |= kind_values(whole, [layer_kinds(whole)[i] for i in kept])
-    for name in ("model_type", "architectures", "transformers_version"):
-        values.pop(name, None)
     shorter = type(whole)(**values)
     dense, cut = (_layer_attributes(config, facts) for config in (whole, shorter))
     for new, old in enumerate(kept):
         for name, value in dense[old].items():
-            if cut[new].get(name) != value:
-                return lists, f"{name} of a layer depends on its index or on the number of layers"
-    return lists, ""
+            if name not in cut[new]:
+                return lists, others, "the kind of a layer depends on its index or on the number of layers"
+            if cut[new][name] != value:
+                return lists, others, f"{name} of a layer depends on its index or on the number of layers"
+    return lists, others, ""
+
+
+def _index_lists(model_type: str) -> tuple[str, ...]:
+    """Return the fields with indices of layers: lists of numbers that the tiny model is given."""
+    return tuple(name for name, value in TINY.get(model_type, {}).items() if isinstance(value, list))
 
 
 def _lengths(*values: Any) -> tuple[int, ...]:
@@ -726,20 +960,69 @@ def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared:
     checks += [rows_obstacle] * (MIXTURE in facts.kinds) + [shared_width_obstacle] * counts_shared
     if facts.flags["norm"] == "layer":
         checks.append(tied_head_obstacle)
+    if facts.shut and _inner_depends_on_hidden(model_type, rule, facts):
+        checks.append(_inner_obstacle)
     if rule != "any":
         checks.append(heads_obstacle if rule == "multiple of heads" else square_obstacle)
     return first_obstacle(*checks)
 
 
+def _is_tied(config: PretrainedConfig) -> bool:
+    """Whether the class of a model ties its head to the embedding if its configuration says so."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(type(config)(**_plain_values(config) | {"tie_word_embeddings": True}))
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def _inner_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why a sliced hidden size does not fit blocks that derive their inner sizes from it, or None."""
+    return "its inner sizes follow from the hidden size" if plan.removed_hidden else None
+
+
+def _inner_depends_on_hidden(model_type: str, rule: str, facts: _Facts) -> bool:
+    """Whether another hidden size, and nothing else, changes the inner sizes of a closed block."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _config(model_type, rule)
+    values = _plain_values(config) | {"hidden_size": config.hidden_size + HEADS * HEAD_DIM}
+    try:
+        with torch.device("meta"):
+            wider = AutoModelForCausalLM.from_config(type(config)(**values))
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # checks of any configuration class
+        return True
+    shapes = dict(wider.named_parameters())
+    for name, parameter in model.named_parameters():
+        kind, inside = facts.split(name) or ("", "")
+        if (kind, inside.partition(".")[0]) in facts.shut:
+            axes = facts.rows[facts.start(kind) + inside].axes
+            sizes = zip(axes, parameter.shape, shapes[name].shape, strict=True)
+            if any(axis == "inner" and before != after for axis, before, after in sizes):
+                return True
+    return False
+
+
+def _plain_values(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the values of a configuration from which its class makes another."""
+    values = config.to_dict()
+    for name in ("model_type", "architectures", "transformers_version"):
+        values.pop(name, None)
+    return values
+
+
 def _build_resized_layer(
-    rows: Mapping[str, Row], narrow: bool, layer_class: type[nn.Module], config: Any, index: int
+    facts: _Facts, narrow: bool, layer_class: type[nn.Module], config: Any, index: int
 ) -> nn.Module:
     """Build a layer of a class that takes a width from others: with another width of the stream, or of shared experts.
 
     Args:
-        rows: name inside a layer -> row.
+        facts: of the type.
         narrow: the class wants heads that are together as wide as the stream.
-        layer_class: of the decoder layer.
+        layer_class: of the first decoder layer.
         config: of this layer; its hidden_size is changed.
         index: of the layer.
     """
@@ -750,11 +1033,22 @@ def _build_resized_layer(
     sizes = {"hidden": hidden, "shared_ffn": getattr(config, SHARED_WIDTH, None)}
     if narrow:
         config.hidden_size = config.num_attention_heads * config.head_dim
-    layer = layer_class(config, index)
+    else:
+        config.hidden_size = getattr(config, "source_hidden_size", None) or hidden
+    kind = layer_kinds(config)[index] if MIXTURE in facts.kinds else DECODER
+    kind = facts.kind_of[_layer_words(config)[index]] if facts.kind_of else kind
+    layer_class, start = facts.layers[kind], facts.start(kind)
+    # Some classes are told the kind, which others read from the configuration.
+    told = "layer_type" in inspect.signature(layer_class.__init__).parameters
+    layer: nn.Module = layer_class(config, index, *([_layer_words(config)[index]] if told else []))
+    if (model_type := config.model_type.removeprefix("pruned_")) in FINISH:
+        FINISH[model_type](layer, config)
     for name, parameter in list(layer.named_parameters()):
         owner: Any = layer.get_submodule(name.rpartition(".")[0])
-        pairs = zip(rows[name].dimensions, parameter.shape, strict=True)
+        pairs = zip(facts.rows[start + name].dimensions, parameter.shape, strict=True)
         shape = [len(axes) * (sizes.get(axes[0]) or n // len(axes)) for axes, n in pairs]
+        if shape == list(parameter.shape):
+            continue
         setattr(owner, name.rpartition(".")[2], nn.Parameter(torch.ones(shape, dtype=parameter.dtype)))
         if isinstance(owner, nn.Linear):
             owner.out_features, owner.in_features = owner.weight.shape

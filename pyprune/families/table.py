@@ -49,8 +49,12 @@ def refused_table(model_types: Iterable[str]) -> Table:
 
 def _row(family: Family) -> tuple[str, ...]:
     untied, tied = (family.closed_axes(_like(tied)) for tied in (False, True))
+    owned = ("layers", "hidden", *(axis for kind in family.kinds.values() for axes in kind.values() for axis in axes))
     cells = ["no" if axis in untied else "untied head" if axis in tied else "yes" for axis in AXES]
-    reasons = [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
+    cells = [cell if axis in owned else "none" for axis, cell in zip(AXES, cells, strict=True)]
+    inside = dict.fromkeys(block for kind in family.kinds.values() for block, axes in kind.items() if not axes)
+    reasons = [f"{block} is kept whole" for block in inside]
+    reasons += [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
     source = "own" if family.model_type in all_families() else "inferred"
     return (family.model_type, source, *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))

@@ -19,7 +19,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
-from pyprune.families import Family, all_families, dense_family, family_of_type, resolve
+from pyprune.families import Family, all_families, dense_family, family_of_type, find_family, resolve
 from pyprune.families.infer import causal_types
 
 PREFIX = "pruned_"
@@ -32,6 +32,7 @@ class PrunedConfigMixin:
         per_layer_config: layer index -> the values that differ there (num_attention_heads,
             num_key_value_heads, the FFN width) and ``skip``, a list of "attention" and "mlp".
         head_dim: channels of a head, independent of hidden_size.
+        source_hidden_size: the dense hidden size, from which closed blocks derive inner sizes; absent = hidden_size.
         norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
         output_bias: the output projections of attention and MLP have biases, from bias compensation, although the stock
             family has none; absent = as in the stock family.
@@ -64,7 +65,7 @@ class PrunedConfigMixin:
             ValueError: the message names the layer and the value. Transformers turns it into its own
                 validation error when a damaged config.json is read.
         """
-        heads, kv_heads = _value(self, "num_attention_heads"), _value(self, "num_key_value_heads", None)
+        heads, kv_heads = _value(self, "num_attention_heads", 1), _value(self, "num_key_value_heads", None)
         for i in range(_value(self, "num_hidden_layers")):
             overrides = layer_overrides(self, i)
             q = overrides.get("num_attention_heads", heads)
@@ -86,7 +87,7 @@ class PrunedConfigMixin:
         square: Any = copy.copy(self)
         head_dim = _value(self, "head_dim", None)
         if head_dim:
-            square.hidden_size = head_dim * _value(self, "num_attention_heads")
+            square.hidden_size = head_dim * _value(self, "num_attention_heads", 1)
         super(PrunedConfigMixin, square).validate_rope()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +143,12 @@ def layer_overrides(config: Any, index: int) -> dict[str, Any]:
 
 
 def _value(config: Any, name: str, *default: Any) -> Any:
-    return config._getattr_without_heterogeneous_validation(name, *default)
+    try:
+        return config._getattr_without_heterogeneous_validation(name)
+    except AttributeError:
+        if default:
+            return default[0]
+        raise
 
 
 def _make_config_class(family: Family) -> Any:
@@ -222,6 +228,6 @@ def register_types_without_table() -> None:
 def __getattr__(name: str) -> Any:
     """The pruned configuration classes of inferred families, by their names."""
     for model_type, (config_name, _) in causal_types().items():
-        if name == "Pruned" + config_name:
+        if name == "Pruned" + config_name and find_family(model_type):
             return pruned_config_class(model_type)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

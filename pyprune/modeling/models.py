@@ -44,6 +44,11 @@ class PrunedModelMixin:
         config._attn_implementation = stub._attn_implementation
         self._build_layers(cast(Any, config))
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: Transformers' own code gives parts their values, buffers of layers too that no file holds."""
+        return False
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the stock model does; if attention is skipped, the first call tests the cache.
 
@@ -74,7 +79,9 @@ class PrunedModelMixin:
         ids = torch.arange(_CACHE_TOKENS, device=model.device)[None] % model.config.vocab_size
         expected = model(ids, use_cache=False).logits[:, -1].float()
         first = model(ids[:, :-1], use_cache=True)
-        kept = {name: value for name, value in first.items() if isinstance(value, Cache)}
+        kept: dict[str, Any] = {name: value for name, value in first.items() if isinstance(value, Cache)}
+        if model.config.family.needs_positions:
+            kept["position_ids"] = torch.full_like(ids[:, -1:], _CACHE_TOKENS - 1)
         cached = model(ids[:, -1:], use_cache=True, **kept).logits[:, -1].float()
         return float((cached - expected).norm() / expected.norm().clamp(min=1e-30))
 
@@ -83,6 +90,7 @@ class PrunedModelMixin:
         model = cast(Any, self)
         _set_config(model, config)
         layers, blocks = family.layers(model), family.blocks_of_layers(config)
+        del layers[:]  # of a configuration that counts its layers by a list
         for i in range(config.num_hidden_layers):
             layer = self._build_layer(config.layer_config(i), i, family)
             if getattr(config, "output_bias", False):
@@ -100,7 +108,7 @@ class PrunedModelMixin:
     def _build_layer(self, config: Any, index: int, family: Family) -> nn.Module:
         layer = family.build_layer(self.decoder_layer_class, config, index)
         for block in getattr(config, "skip", ()):
-            _skip_block(layer, block, index, family)
+            _skip_block(layer, block, index, family, family.layer_kinds(config)[index])
         return layer
 
 
@@ -111,12 +119,12 @@ def _set_config(module: nn.Module, config: Any) -> None:
             part.config = config
 
 
-def _skip_block(layer: nn.Module, block: Block, index: int, family: Family) -> None:
+def _skip_block(layer: nn.Module, block: Block, index: int, family: Family, kind: str) -> None:
     """Replace a sub-block by modules without parameters whose contribution is exactly zero."""
     for name in family.block_modules(block):
         pair = type(getattr(layer, name)).__name__ in family.pair_modules
         setattr(layer, name, SkippedAttention(index) if block == "attention" else SkippedModule(pair=pair))
-    for norm in family.block_norms(block):
+    for norm in family.block_norms(block, kind):
         setattr(layer, norm, nn.Identity())
 
 

@@ -11,7 +11,7 @@ from pyprune.families import find_family
 from pyprune.families.infer import tiny_sizes
 from tests._support.tiny import VOCAB, random_model
 
-INFERRED = (
+DENSE = (
     "afmoe",
     "apertus",
     "arcee",
@@ -64,28 +64,43 @@ INFERRED = (
     "stablelm",
     "vaultgemma",
 )
+"""Every dense type that is inferred."""
+CLOSED = (
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+)
+"""Every type that is inferred with closed blocks; they carry a state along the text, which gathers rounding."""
+INFERRED = (*DENSE, *CLOSED)
 """Every type that is inferred; the contract runs on all of them."""
 NOT_INFERRED = (
-    *("axk1", "axk2", "bamba", "bart"),
+    *("axk1", "axk2", "bart"),
     *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet"),
     *("blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen"),
     *("cohere_compass_text", "cpmant", "ctrl", "data2vec-text", "dbrx"),
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama"),
     *("electra", "emu3", "ernie"),
-    *("falcon", "falcon_h1", "falcon_mamba", "fuyu", "gemma3"),
+    *("falcon", "fuyu", "gemma3"),
     *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified"),
     *("gemma4_unified_assistant", "gemma4_unified_text", "git", "glm4_moe_lite", "glm_moe_dsa"),
     *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox_japanese", "gptj"),
-    *("granitemoehybrid", "hrm_text", "hy_v4"),
-    *("inkling_text", "jamba", "jetmoe", "kimi_linear", "lfm2"),
-    *("lfm2_moe", "llama4", "longcat_flash", "mamba", "mamba2"),
+    *("hrm_text", "hy_v4"),
+    *("inkling_text", "jamba", "jetmoe", "kimi_linear"),
+    *("lfm2_moe", "llama4", "longcat_flash"),
     *("marian", "mbart", "megatron-bert", "mimo_v2_flash", "minicpm3"),
     *("minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder"),
-    *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h"),
-    *("olmo_hybrid", "openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
+    *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp"),
+    *("openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
     *("plbart", "prophetnet", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    *("qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
     *("roformer", "rwkv", "trocr", "whisper", "xglm"),
     *("xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod"),
@@ -115,14 +130,21 @@ VALUES: dict[str, dict[str, Any]] = {
         }
     },
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6},
+    "falcon_h1": {"embedding_multiplier": 1.0, "ssm_in_multiplier": 0.8, "attention_in_multiplier": 1.3},
     "vaultgemma": {"query_pre_attn_scalar": 24},
 }
 """Model type -> values that make a rule of its own matter."""
-
-
 PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 8,
+    },
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "nemotron_h": {"hybrid_override_pattern": "M-M-M*-M-M*-"},
 }
 """Model type -> values of its published models that are not the defaults of its class."""
 

@@ -30,17 +30,32 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
     last_kv = dense.num_key_value_heads - 1
     kv_kept = [last_kv] if dense.num_key_value_heads < 3 else [0, last_kv]
     heads = query_heads = ffn = identity
-    for i in layers:
-        heads = keep_kv_groups(heads, i, kv_kept)
+    attention, mlp = ([i for i in layers if dense.units(axis, i)] for axis in ("query_heads", "ffn"))
+    for i in mlp:
         ffn = with_shared(ffn.with_layer(i, ffn=range(3, 27)), i, range(4, 40))
+    for i in attention:
+        heads = keep_kv_groups(heads, i, kv_kept)
         if dense.group_size > 1:
             query_heads = keep_kv_groups(query_heads, i, list(range(dense.num_key_value_heads)), 1)
-    unequal = keep_kv_groups(identity, 0, [last_kv]).with_layer(1, ffn=range(0, 40, 3)).with_layer(2, ffn=range(7))
-    unequal = with_shared(with_shared(unequal, 2, range(1, 44, 2)), 3, range(5))
-    # The cache's length is read from one layer: attention goes from the first and from a later one.
-    skipped = identity.with_layer(0, query_heads=[], kv_heads=[]).with_layer(2, ffn=[])
-    skipped = skipped.with_layer(3, query_heads=[], kv_heads=[])
-    everything = keep_kv_groups(skipped, 1, kv_kept)
+    unequal, skipped, dropped = identity, identity, 3
+    if mlp:
+        unequal = identity.with_layer(mlp[1 % len(mlp)], ffn=range(0, 40, 3)).with_layer(
+            mlp[2 % len(mlp)], ffn=range(7)
+        )
+        unequal = with_shared(with_shared(unequal, mlp[2 % len(mlp)], range(1, 44, 2)), mlp[3 % len(mlp)], range(5))
+    several = [i for i in mlp if len(dense.blocks(i)) > 1]
+    if several:
+        skipped = identity.with_layer(several[2 % len(several)], ffn=[])
+    if attention:
+        unequal = keep_kv_groups(unequal, attention[0], [last_kv])
+        # The cache's length is read from one layer: attention goes from the first and from a later one.
+        for i in (i for i in (attention[0], attention[3 % len(attention)]) if len(dense.blocks(i)) > 1):
+            skipped = skipped.with_layer(i, query_heads=[], kv_heads=[])
+    everything = skipped
+    if attention:
+        again = attention[1 % len(attention)]
+        everything = keep_kv_groups(skipped, again, kv_kept)
+        dropped = 2 if again == dropped else dropped
     odd_hidden = [i for i in range(dense.hidden_size) if i not in (0, 5, 7)]
     plans = {
         "identity": identity,
@@ -51,7 +66,7 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
         "ffn": ffn,
         "unequal": unequal,
         "skipped": skipped,
-        "everything": with_shared(everything, 4, range(3, 30)).drop_layers([3]).keep_hidden(range(4, 40)),
+        "everything": with_shared(everything, 4, range(3, 30)).drop_layers([dropped]).keep_hidden(range(4, 40)),
     }
     if query_heads is not identity:
         plans["query-heads"] = query_heads

@@ -172,7 +172,7 @@ def _config_text(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("preset", ["shortgpt", "sleb-plain", "shortened_llama-plain", "elder-plain"])
-@pytest.mark.parametrize("model_type", ["gpt2", "mamba2"])
+@pytest.mark.parametrize("model_type", ["gpt2", "xlstm"])
 def test_methods_of_layers_prune_a_checkpoint(model_type: str, preset: str, tmp_path: Path) -> None:
     folder = write_model(tiny_alone(model_type), tmp_path / "dense")
     result = prune(folder, preset, tmp_path, verify=True)
@@ -245,11 +245,9 @@ def test_code_that_depends_on_the_number_of_layers_is_refused_before_anything_is
 
 
 def test_the_command_lists_types_of_whole_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "pyprune.families.table.known_types", lambda: ["llama", "mixtral", "gpt2", "falcon_mamba", "bert"]
-    )
+    monkeypatch.setattr("pyprune.families.table.known_types", lambda: ["llama", "mixtral", "gpt2", "xlstm", "bert"])
     tables = json.loads(run("families", "--json", "-").output)
-    assert tables["Layers alone"] == [{"count": 2, "types": "falcon_mamba, gpt2"}]
+    assert tables["Layers alone"] == [{"count": 2, "types": "gpt2, xlstm"}]
     assert "it is an encoder" in tables["Refused"][0]["reason"]
     folder = write_model(tiny_alone("gpt2"), tmp_path / "dense")
     cells = {row[""]: row["value"] for row in json.loads(run("families", folder, "--json", "-").output)[str(folder)]}

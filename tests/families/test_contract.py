@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import gauge_, mask_, masked
@@ -80,7 +80,8 @@ def cached_logits(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
     out = model(ids[:, :prompt], use_cache=True)
     pieces = [out.logits]
     for t in range(prompt, ids.shape[1]):
-        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        cache = {name: value for name, value in out.items() if isinstance(value, Cache)}  # Mamba has another name
+        out = model(ids[:, t : t + 1], use_cache=True, **cache)
         pieces.append(out.logits)
     return torch.cat(pieces, dim=1)
 

@@ -25,6 +25,7 @@ from pyprune.families import (
     Family,
     all_families,
     count_parameters,
+    dense_family,
     family_for,
     find_family,
     parameter_shapes,
@@ -38,8 +39,8 @@ from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
 from pyprune.runtime.report import markdown_table
 from tests._support.cli import refused, run
-from tests._support.compare import assert_same_logits
-from tests._support.inferred import INFERRED, NOT_INFERRED, PUBLISHED, closed_by, tiny_inferred
+from tests._support.compare import FLOAT32_ROUNDING, assert_same_logits
+from tests._support.inferred import CLOSED, DENSE, INFERRED, NOT_INFERRED, PUBLISHED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch
 from tests._support.paths import REPO
 from tests._support.plans import axis_plans, keep_kv_groups
@@ -71,6 +72,9 @@ def everything_of(model: PreTrainedModel) -> PrunePlan:
 
 
 def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
+    reason = dense_family(model).variant_obstacle(model.config)
+    if reason:
+        pytest.skip(reason)
     plans = axis_plans(family_for(model).plan(model.config))
     if axis not in plans:
         pytest.skip("this configuration has one query head per KV head")
@@ -81,22 +85,25 @@ def check(dense: PreTrainedModel, plan: PrunePlan, folder: Path) -> None:
     """The contract of one plan: masked equals compacted, also through the cache and after save and load."""
     shapes, ids = parameter_shapes(dense), tiny_batch()
     masked, model = copy.deepcopy(dense), dense
+    tolerance = 1e-4 if dense.config.model_type in CLOSED else FLOAT32_ROUNDING
     mask_(masked, plan)
     report = compact_(model, plan)
     expected = logits(masked, ids)
-    assert_same_logits(logits(model, ids), expected)
+    assert_same_logits(logits(model, ids), expected, tolerance)
     assert report.parameters == count_parameters(model) == parameters_after(family_for(masked), shapes, plan)
     assert report.stock is not report.architecture.startswith("Pruned")
     model.save_pretrained(folder)
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     assert type(loaded) is type(model)
-    assert_same_logits(logits(loaded.eval(), ids), expected)
-    assert_same_logits(cached_logits(loaded, ids, prompt=9), expected)
-    assert_same_generation(loaded, masked)
+    assert_same_logits(logits(loaded.eval(), ids), expected, tolerance)
+    assert_same_logits(cached_logits(loaded, ids, prompt=9), cached_logits(masked, ids, prompt=9), tolerance)
+    assert_same_generation(loaded, masked, tolerance)
 
 
-def assert_same_generation(model: PreTrainedModel, masked: PreTrainedModel) -> None:
+def assert_same_generation(
+    model: PreTrainedModel, masked: PreTrainedModel, tolerance: float = FLOAT32_ROUNDING
+) -> None:
     """Generate with a cache from prompts of two lengths, the shorter one padded on the left."""
     ids = tiny_batch(length=9)
     mask = torch.ones_like(ids)
@@ -107,7 +114,7 @@ def assert_same_generation(model: PreTrainedModel, masked: PreTrainedModel) -> N
         options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
         answers.append(each.generate(ids, attention_mask=mask, **options))
     assert torch.equal(answers[0].sequences, answers[1].sequences)
-    assert_same_logits(torch.stack(answers[0].logits), torch.stack(answers[1].logits))
+    assert_same_logits(torch.stack(answers[0].logits), torch.stack(answers[1].logits), tolerance)
 
 
 @pytest.mark.parametrize("model_type", INFERRED)
@@ -122,11 +129,14 @@ def test_everything_at_once(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", INFERRED)
 def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> None:
     dense = tiny_inferred(model_type, tied=tied)
+    plan = plan_of(dense, axis)
+    if axis != "identity" and plan.is_identity:
+        pytest.skip("this type has no such axis")
     if reason := closed_by(dense, axis):
         with pytest.raises(PlanError, match=reason):
-            compact_(dense, plan_of(dense, axis))
+            compact_(dense, plan)
     else:
-        check(dense, plan_of(dense, axis), tmp_path)
+        check(dense, plan, tmp_path)
 
 
 @pytest.mark.second
@@ -134,8 +144,8 @@ def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> N
 def test_the_sizes_of_a_published_model_are_cut(model_type: str) -> None:
     """What a class is by default is one of its published models; its shapes are compared, no weights are made."""
     config = AutoConfig.for_model(model_type, **PUBLISHED.get(model_type, {}))
-    heads = config.num_attention_heads
-    for name, size in (("head_dim", config.hidden_size // heads), ("num_key_value_heads", heads)):
+    heads = getattr(config, "num_attention_heads", None)
+    for name, size in (("head_dim", config.hidden_size // heads), ("num_key_value_heads", heads)) if heads else ():
         if getattr(config, name, size) is None:  # Transformers cannot build such a model; every published one has it
             setattr(config, name, size)
     family = family_for(config)
@@ -143,18 +153,19 @@ def test_the_sizes_of_a_published_model_are_cut(model_type: str) -> None:
     plan = plan.keep_hidden(range(plan.dense.hidden_size * 3 // 4))
     if "layers" not in family.closed_axes(config):
         plan = plan.drop_layers([1])
-    for layer in plan.layers:
-        plan = plan.with_layer(layer.index, ffn=range(256))
-        if "heads" not in family.closed_axes(config):
-            plan = keep_kv_groups(plan, layer.index, [0])
+    attention, mlp = ([i for i in plan.kept_layers if plan.dense.units(axis, i)] for axis in ("kv_heads", "ffn"))
+    for index in attention if "heads" not in family.closed_axes(config) else ():
+        plan = keep_kv_groups(plan, index, [0])
+    for index in mlp:
+        plan = plan.with_layer(index, ffn=range(256))
     with torch.device("meta"):
         shapes = parameter_shapes(AutoModelForCausalLM.from_config(config))
-        for each in (plan, plan.with_layer(0, ffn=range(128))):
+        for each in (plan, *(plan.with_layer(index, ffn=range(128)) for index in mlp[:1])):
             cut = AutoModelForCausalLM.from_config(choose_target(family, config, each).config)
             assert sorted(shapes_after(family, shapes, each).values()) == sorted(parameter_shapes(cut).values())
 
 
-@pytest.mark.parametrize("model_type", INFERRED)
+@pytest.mark.parametrize("model_type", DENSE)
 def test_inferred_sizes_name_their_axes(model_type: str) -> None:
     """No two axes have the same size, unless the type's own classes make them so; and masking changes something."""
     model = tiny_inferred(model_type)
@@ -217,7 +228,7 @@ def test_the_pruned_classes_of_an_inferred_type_exist_by_name_where_pickles_look
     assert type(config) is configuration.PrunedSmolLM3Config
 
 
-@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "olmo", "apertus"])
+@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "olmo", "apertus", "lfm2", "mamba2"])
 def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_path: Path) -> None:
     """A checkpoint with buffers (Apertus) is loaded instead, and the report says why."""
     dense = tiny_inferred(model_type)
@@ -233,7 +244,7 @@ def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("model_type", INFERRED)
+@pytest.mark.parametrize("model_type", [*DENSE, "lfm2", "qwen3_5_text", "falcon_h1"])
 def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
