@@ -701,7 +701,7 @@ def _add_closed_rows(
         roles.append(role)
         pattern = f"{facts.start(kind)}{block}.{name}"
         facts.rows[pattern] = Row(pattern, tuple(axes), role, block)
-        if role == "writer":
+        if role == "writer" and pattern.endswith(".weight"):
             bias = pattern.removesuffix("weight") + "bias"
             facts.rows.setdefault(bias, Row(bias, ("hidden",), role, block))
     if "reader" not in roles or "writer" not in roles:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, decoder_layers, family_for
-from pyprune.families.base import Block
+from pyprune.families.base import BLOCKS, Block
 from pyprune.runtime import processes
 from pyprune.runtime.modes import evaluation_mode
 from pyprune.runtime.products import products_in
@@ -336,15 +336,19 @@ class HostLayers(LayerRunner):
             self._changed |= {name: values.to(self.model.device) for name, values in changed.items()}
 
 
+def _zeros(*args: Any, hidden_states: Tensor | None = None, **_: Any) -> Tensor:
+    """Return zeros [B, T, H] for a block that is given hidden states [B, T, H], first or by name."""
+    return torch.zeros_like(args[0] if hidden_states is None else hidden_states)
+
+
 @contextmanager
 def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Iterator[None]:
-    """Let blocks of a layer add zero to the stream meanwhile, without computing them.
-
-    Raises:
-        UnsupportedModelError: one of them cannot be left out without its layer.
-    """
+    """Let blocks of a layer add zero to the stream meanwhile, without computing them."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
+        if block not in BLOCKS:  # it is closed, and has the name of its module
+            forwards[getattr(layer, block)] = _zeros
+            continue
         for name in family.block_modules(block):
             module = getattr(layer, name)
             pair = block == "attention" or type(module).__name__ in family.pair_modules

@@ -259,6 +259,19 @@ def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path)
     assert torch.isfinite(logits(model, tiny_batch())).all()
 
 
+@pytest.mark.parametrize("preset", ["shortgpt", "dress"])
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba"])
+def test_closed_blocks_are_walked_past_and_their_outputs_solved(model_type: str, preset: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    result = prune_checkpoint(
+        folder, build_config(preset=preset, options={"ratio": 0.25, **data}), out=tmp_path / "out"
+    )
+    assert result.compact is not None
+    assert result.compact.removed_share > 0.1
+    assert not any("experts" in text for text in result.warnings)
+
+
 @pytest.mark.parametrize("model_type", IDENTICAL)
 def test_inference_finds_the_rows_of_tables(model_type: str) -> None:
     """A table may hold biases that its configurations never have; every other row is the same."""
