@@ -262,6 +262,7 @@ class Family:
             that the dense model lacks (``output_bias`` in the configuration).
         inner_from_hidden: closed blocks derive inner sizes from the hidden size, so that the pruned architecture keeps
             that of the dense model (``source_hidden_size`` in the configuration).
+        layer_values: how many values a layer returns in a tuple, the stream first; 0 = the stream alone.
         needs_positions: the class numbers tokens after cached ones from 0, unless positions are given, as generation
             gives them.
         hidden_fields: the config fields that hold the hidden size.
@@ -311,6 +312,7 @@ class Family:
     gauge: bool = False
     carries_output_bias: bool = True
     inner_from_hidden: bool = False
+    layer_values: int = 0
     needs_positions: bool = False
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     layer_lists: tuple[str, ...] = ("layer_types",)

@@ -626,6 +626,8 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
         layer.register_forward_pre_hook(partial(_record_layer, entered, kind), with_kwargs=True)
         for kind, layer in firsts.items()
     ]
+    values: set[int] = set()
+    hooks += [layer.register_forward_hook(partial(_count_values, values)) for layer in firsts.values()]
     for kind, module in facts.shut:
         record = partial(_record_block, blocks, kind + module)
         firsts[kind].get_submodule(module).register_forward_hook(record, with_kwargs=True)
@@ -636,6 +638,9 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
             raise _Obstacle(f"its tiny model cannot run: {shown(error)}") from error
         for hook in hooks:
             hook.remove()
+        if len(values) > 1:
+            raise _Obstacle("its layers return different numbers of values")
+        (facts.flags["layer_values"],) = values
         facts.flags["pair_modules"] = tuple(sorted(pairs))
         for kind, module in facts.shut:
             if not all(isinstance(end, torch.Tensor) for end in blocks.get(kind + module, (None,))):
@@ -662,6 +667,11 @@ def _record_layer(entered: dict[str, Any], kind: str, _: nn.Module, args: tuple[
     """Keep the stream and the other arguments of a layer's call."""
     others = {name: value for name, value in kwargs.items() if args or name != "hidden_states"}
     entered[kind] = args[0] if args else kwargs["hidden_states"], args[1:], others
+
+
+def _count_values(values: set[int], _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Keep how many values a layer returns in a tuple; 0 if it returns the stream alone."""
+    values.add(len(output) if isinstance(output, tuple) else 0)
 
 
 def _record_block(blocks: dict[str, Any], name: str, _: nn.Module, *call: Any) -> None:

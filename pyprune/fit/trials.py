@@ -46,7 +46,7 @@ from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import frozen_eval
-from pyprune.probe.streams import LayerRunner, Part, replaced_forwards
+from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
 from pyprune.runtime.records import RecordFile, digest
@@ -386,13 +386,8 @@ class BlockTrials:
     def _logits(self, stream: Tensor, ids: Tensor) -> Tensor:
         """Compute the logits at the judged positions, float32 [B, P, V], of a stream [B, T, H] after the layers."""
         at = self.at.to(stream.device)
-        chosen = stream.index_select(1, at)
-
-        def choose(hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            return chosen
-
-        with replaced_forwards(dict.fromkeys(self.runner.layers, choose)):
-            logits = self.model(input_ids=ids.index_select(1, at), use_cache=False).logits
+        with self.runner.continue_from(stream.index_select(1, at)) as model:
+            logits = model(input_ids=ids.index_select(1, at), use_cache=False).logits
         return cast(Tensor, logits).float()
 
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,8 @@ class LayerRunner:
         self.device = model.device
         self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._bfloat16 = False
-        alone = bool(family.layers_alone)
-        self._skips = {layer: skip_layer(layer) if alone else identity for layer in self.layers}
+        known = partial(_stream_among, family.layer_values) if family.layer_values else identity
+        self._skips = {layer: skip_layer(layer) if family.layers_alone else known for layer in self.layers}
 
     @staticmethod
     def of(model: PreTrainedModel | LayerRunner) -> LayerRunner:
@@ -396,6 +397,11 @@ def leaving_stream(output: Any) -> Tensor:
 def with_stream(output: Any, stream: Tensor) -> Any:
     """Return a layer's output with another stream, in the form that the layer returned."""
     return stream if isinstance(output, Tensor) else type(output)((stream, *output[1:]))
+
+
+def _stream_among(values: int, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Return the stream unchanged, as the first of several values that a layer returns."""
+    return (entering_stream(args, kwargs), *[None] * (values - 1))
 
 
 def skip_layer(layer: nn.Module) -> Callable[..., Any]:

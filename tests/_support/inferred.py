@@ -130,7 +130,12 @@ VALUES: dict[str, dict[str, Any]] = {
         }
     },
     "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6},
-    "falcon_h1": {"embedding_multiplier": 1.0, "ssm_in_multiplier": 0.8, "attention_in_multiplier": 1.3},
+    "falcon_h1": {
+        "embedding_multiplier": 1.0,
+        "ssm_in_multiplier": 0.8,
+        "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.8],
+        "attention_in_multiplier": 1.3,
+    },
     "vaultgemma": {"query_pre_attn_scalar": 24},
 }
 """Model type -> values that make a rule of its own matter."""
