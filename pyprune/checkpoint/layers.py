@@ -63,9 +63,9 @@ class ReadLayers(LayerRunner):
         if self.model.config.tie_word_embeddings:
             head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
             head.weight = embedding.weight
-        for child in self.model.base_model.modules():
-            if not any(p.is_meta for p in child.parameters()):
-                child.to(self.device)
+        for module in self.model.modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self.device))
 
     @override
     def batch_groups(self, batches: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
@@ -95,7 +95,7 @@ class ReadLayers(LayerRunner):
         try:
             yield layer
         finally:
-            layer.to("meta")
+            _drop_after([name for name, _ in layer.named_parameters()], layer)  # buffers are computed once, and stay
 
     @contextmanager
     @override

@@ -187,11 +187,13 @@ class CopiedLayers(CutSide):
         with self.runner.layer(index) as dense:
             cuts = self._cuts(index, dense)
             copied = {name: cut.of(self._to_gauge(index, name, dense)) for name, cut in cuts.items()}
-            copied |= {name: buffer for name, buffer in dense.named_buffers() if name in layer.state_dict()}
+            buffers = dict(dense.named_buffers())
+        buffers = {name: buffers[name] for name, _ in layer.named_buffers() if name in buffers}  # stored or computed
         lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
-        for name in lacking:  # biases that a stock architecture has and the dense model lacks
+        # Stock architectures have biases that the dense model lacks.
+        for name, values in (dict.fromkeys(lacking) | buffers).items():
             place, _, part = name.rpartition(".")
-            setattr(layer.get_submodule(place), part, None)
+            setattr(layer.get_submodule(place), part, values)
         self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in layer.parameters()))
         yield layer
         if self.changed:
