@@ -35,7 +35,7 @@ from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.plausible import CONFIG, check_config, check_parameters, read_config
 from pyprune.checkpoint.record import has_record, read_pruning_json, read_record
 from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors, weight_files
-from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.stored import StoredModel, unknown_name
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.families import find_family, parameter_shapes
@@ -235,6 +235,8 @@ class ModelSource:
             return f"the files of {family.model_type!r} models hold one tensor for each expert"
         if family is not None and family.stored_buffers:
             return f"the files of {family.model_type!r} models hold buffers, which no table describes"
+        if family is not None and (name := unknown_name(self.folder, family)):
+            return f"its files hold {name}, a name that only Transformers can translate"
         return None
 
     def layers_obstacle(self) -> str | None:

@@ -20,8 +20,11 @@ from transformers.initialization import no_init_weights
 from pyprune.checkpoint.configuration import read_dense_config
 from pyprune.checkpoint.shards import Entry, Place, TensorFiles, check_finite, map_tensor, read_header
 from pyprune.errors import CheckpointError, OutputError
-from pyprune.families import NamedParam, family_for, parameter_shapes
+from pyprune.families import Family, NamedParam, family_for, parameter_shapes
 from pyprune.runtime.disk import disk_errors, reason
+
+COMPUTED = "rotary_emb.inv_freq"
+"""End of names in old files of values that the model computes."""
 
 
 class StoredModel:
@@ -226,9 +229,9 @@ class StoredModel:
         """Return parameter name -> name in the files."""
         names: dict[str, str] = {}
         for name in self.files.names():
-            if name.endswith("rotary_emb.inv_freq"):
+            if name.endswith(COMPUTED):
                 continue
-            dense = self._parameter_name(name)
+            dense = _parameter_name(self.family, name) or name
             if self.family.match(dense)[0].role == "head" and self.config.tie_word_embeddings:
                 continue
             if dense in names:
@@ -238,11 +241,6 @@ class StoredModel:
                 )
             names[dense] = name
         return names
-
-    def _parameter_name(self, name: str) -> str:
-        """Return the model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
-        rows, name = self.family.rows, self.family.parameter_name(name)
-        return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in rows)), name)
 
     def _check_shapes(self) -> None:
         """Compare shapes with the dense model's: a cut would take a part of a larger tensor as the whole."""
@@ -254,6 +252,22 @@ class StoredModel:
                     f"{name} of {self.folder} has the shape {shape}, but by its config.json it is {expected}. The "
                     "checkpoint is damaged or its config.json was changed."
                 )
+
+
+def unknown_name(folder: Path, family: Family) -> str | None:
+    """Return the first name in the safetensors of a folder that no row of its family describes; None if there is none.
+
+    Raises:
+        CheckpointError: the files are damaged.
+    """
+    names = (name for name in TensorFiles(folder).names() if not name.endswith(COMPUTED))
+    return next((name for name in names if _parameter_name(family, name) is None), None)
+
+
+def _parameter_name(family: Family, name: str) -> str | None:
+    """Return the model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
+    name = family.parameter_name(name)
+    return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)), None)
 
 
 def build_without_parameters(config: PretrainedConfig) -> PreTrainedModel:
