@@ -148,7 +148,8 @@ def width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
 
 def heads_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Explain why the sliced hidden size breaks the rule that heads divide it; None if it does not."""
-    hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads)
+    # A closed attention has no heads in a plan.
+    hidden, heads = len(plan.hidden), len(plan.layers[0].query_heads) or config.num_attention_heads
     return None if hidden % heads == 0 else f"hidden {hidden} is not a multiple of {heads} heads"
 
 

@@ -369,9 +369,8 @@ def _config(model_type: str, rule: str, layers: int = LAYERS, **values: Any) -> 
 
 
 def _tiny_sizes(model_type: str, rule: str, layers: int) -> dict[str, Any]:
-    if model_type in TINY:
-        return tiny_values(rule, layers) | own_values(model_type, layers)
-    return tiny_values(rule, layers) | tiny_mixture_values(_fields(model_type), layers, HIDDEN[rule])
+    mixture = tiny_mixture_values(_fields(model_type), layers, HIDDEN[rule])
+    return tiny_values(rule, layers) | mixture | own_values(model_type, layers)
 
 
 @cache
@@ -391,7 +390,7 @@ def _mixture(model_type: str, facts: _Facts) -> dict[str, Any]:
     if MIXTURE not in facts.kinds:
         return {}
     axes = {axis for row in facts.rows.values() for dimension in row.dimensions for axis in dimension}
-    return mixture_values(_fields(model_type), axes, dict.fromkeys(sorted(facts.kinds)))
+    return mixture_values(_fields(model_type), axes, dict(sorted(facts.blocks().items())))
 
 
 def _switches(model_type: str, rule: str) -> Iterator[tuple[str, bool]]:
@@ -431,10 +430,8 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
     kind_of = _find_kinds(config, layers) if config.model_type in TINY else {}
     if kind_of:
         kinds = tuple(kind_of[word] for word in _layer_words(config))
-    elif config.model_type in TINY:
-        kinds = (DECODER,) * LAYERS
     else:
-        kinds = tuple(MIXTURE if any(p.ndim == 3 for p in layer.parameters()) else DECODER for layer in layers)
+        kinds = tuple(MIXTURE if _has_experts(layer) else DECODER for layer in layers)
     if MIXTURE in kinds and kinds != layer_kinds(config):
         raise _Obstacle(f"its layers are {', '.join(kinds)}, which no known field of its configuration names")
     classes = {kind: type(layer) for kind, layer in zip(kinds, layers, strict=True)}
@@ -457,6 +454,14 @@ def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module) == LAYERS:
             return name, module
     raise _Obstacle(f"it has no list of {LAYERS} layers, the number that its configuration names")
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    """Return whether a layer has a parameter with matrices of several experts; those of convolutions look alike."""
+    from torch import nn
+
+    modules = (module for module in layer.modules() if not isinstance(module, nn.Conv1d))
+    return any(p.ndim == 3 for module in modules for p in module.parameters(recurse=False))
 
 
 def _find_kinds(config: PretrainedConfig, layers: nn.ModuleList) -> dict[str, str]:
@@ -629,7 +634,7 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
     values: set[int] = set()
     hooks += [layer.register_forward_hook(partial(_count_values, values)) for layer in firsts.values()]
     for kind, module in facts.shut:
-        record = partial(_record_block, blocks, kind + module)
+        record = partial(_record_block, blocks, pairs, kind + module)
         firsts[kind].get_submodule(module).register_forward_hook(record, with_kwargs=True)
     with torch.no_grad():
         try:
@@ -674,8 +679,9 @@ def _count_values(values: set[int], _: nn.Module, args: tuple[Any, ...], output:
     values.add(len(output) if isinstance(output, tuple) else 0)
 
 
-def _record_block(blocks: dict[str, Any], name: str, _: nn.Module, *call: Any) -> None:
+def _record_block(blocks: dict[str, Any], pairs: set[str], name: str, module: nn.Module, *call: Any) -> None:
     args, kwargs, output = call
+    pairs |= {type(module).__name__} if isinstance(output, tuple) else set()
     tensors = args or (kwargs.get("hidden_states"),)
     blocks[name] = tensors[0], output[0] if isinstance(output, tuple) else output
 
@@ -803,7 +809,7 @@ def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Bloc
     for call in calls:
         # Experts have no linear module in it.
         if MIXTURE in facts.kinds and call.name.endswith(f".{facts.modules['mlp'][0]}"):
-            if _same(norm.input, call.output):
+            if _same(norm.input, call.output) or _same(norm.output, call.output):  # behind it, or its last module
                 return "post_norm", "mlp"
             if _same(norm.output, call.input):
                 blocks.add("mlp")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import PlanError
-from pyprune.families.base import KINDS, Family, decoder_blocks
+from pyprune.families.base import Axis, Block, Family, decoder_blocks
 from pyprune.plan import DECODER, BlockSizes, PrunePlan
 
 if TYPE_CHECKING:
@@ -78,13 +78,15 @@ def tiny_mixture_values(fields: Collection[str], layers: int, hidden: int) -> di
     return tiny | {"hidden_size": -hidden // ALIGNED * -ALIGNED}
 
 
-def mixture_values(fields: Collection[str], axes: Collection[str], kinds: Collection[str]) -> dict[str, Any]:
+def mixture_values(
+    fields: Collection[str], axes: Collection[str], kinds: Mapping[str, Mapping[Block, tuple[Axis, ...]]]
+) -> dict[str, Any]:
     """Return the fields of :class:`Family` that describe the mixtures of a type.
 
     Args:
         fields: of the configuration class.
         axes: of the rows.
-        kinds: of the layers.
+        kinds: of the layers: name -> blocks -> axes, without those of shared experts.
     """
     experts = "moe_intermediate_size" if "moe_intermediate_size" in fields else "intermediate_size"
     dense = next((name for name in DENSE_WIDTHS if name in fields), "intermediate_size")
@@ -92,9 +94,8 @@ def mixture_values(fields: Collection[str], axes: Collection[str], kinds: Collec
     if "shared_ffn" in axes:
         widths["shared_ffn"] = next((name for name in SHARED_WIDTHS if name in fields), SHARED_WIDTH)
     count = next((name for name in SHARED_COUNTS if name in fields), None)
-    usual = KINDS[DECODER]
     return {
-        "kinds": {kind: usual if kind == DECODER else {**usual, "mlp": tuple(widths)} for kind in kinds},
+        "kinds": {kind: own if kind == DECODER else {**own, "mlp": tuple(widths)} for kind, own in kinds.items()},
         "layer_kinds": layer_kinds,
         "block_sizes": partial(mixture_blocks, count),
         "intermediate_field": dense,
@@ -143,7 +144,7 @@ def kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any
 def mixture_blocks(
     shared_count: str | None, family: Family, config: PretrainedConfig, kind: str
 ) -> Mapping[str, BlockSizes]:
-    """Return the sizes of the blocks of a layer, those of a mixture included.
+    """Return the sizes of the blocks of a layer, those of a mixture included; closed ones have none.
 
     Args:
         shared_count: the field that counts shared experts of the experts' width; None = there is one.
@@ -157,7 +158,8 @@ def mixture_blocks(
     if fields.get("shared_ffn") == SHARED_WIDTH and not widths["shared_ffn"]:
         count = getattr(config, shared_count) if shared_count else 1
         widths["shared_ffn"] = (count or 0) * widths["ffn"]
-    return blocks | {"mlp": BlockSizes({axis: n for axis, n in widths.items() if n})}
+    blocks["mlp"] = BlockSizes({axis: n for axis, n in widths.items() if n})
+    return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
 
 
 def rows_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:

@@ -49,15 +49,25 @@ def refused_table(model_types: Iterable[str]) -> Table:
 
 def _row(family: Family) -> tuple[str, ...]:
     untied, tied = (family.closed_axes(_like(tied)) for tied in (False, True))
-    owned = ("layers", "hidden", *(axis for kind in family.kinds.values() for axes in kind.values() for axis in axes))
+    owned = _owned(family)
     cells = ["no" if axis in untied else "untied head" if axis in tied else "yes" for axis in AXES]
     cells = [cell if axis in owned else "none" for axis, cell in zip(AXES, cells, strict=True)]
-    inside = dict.fromkeys(block for kind in family.kinds.values() for block, axes in kind.items() if not axes)
-    reasons = [f"{block} is kept whole" for block in inside]
+    reasons = _kept_whole(family)
     reasons += [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
     source = "own" if family.model_type in all_families() else "inferred"
     return (family.model_type, source, *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))
+
+
+def _owned(family: Family) -> tuple[str, ...]:
+    """Return the axes that a type has, those of its blocks included."""
+    return ("layers", "hidden", *(axis for kind in family.kinds.values() for axes in kind.values() for axis in axes))
+
+
+def _kept_whole(family: Family) -> list[str]:
+    """Return a clause for each closed block."""
+    inside = dict.fromkeys(block for kind in family.kinds.values() for block, axes in kind.items() if not axes)
+    return [f"{block} is kept whole" for block in inside]
 
 
 def _like(tied: bool) -> PretrainedConfig:
@@ -79,5 +89,7 @@ def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
     rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", source)]
     rows += [(f"{kind} layers", sizes.describe(kind)) for kind in sizes.kinds]
     rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]
+    if not family.layers_alone:
+        closed = dict.fromkeys(set(AXES) - set(_owned(family)), ", ".join(_kept_whole(family))) | closed
     rows += [(f"axis {axis}", f"closed: {closed[axis]}" if axis in closed else "open") for axis in AXES]
     return Table(name, ("", "value"), tuple(rows))

@@ -347,13 +347,10 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
     """Let blocks of a layer add zero to the stream meanwhile, without computing them."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
-        if block not in BLOCKS:  # it is closed, and has the name of its module
-            forwards[getattr(layer, block)] = _zeros
-            continue
-        for name in family.block_modules(block):
+        for name in family.block_modules(block) if block in BLOCKS else (block,):  # a closed one is named so
             module = getattr(layer, name)
             pair = block == "attention" or type(module).__name__ in family.pair_modules
-            forwards[module] = _zeros_and_none if pair else torch.zeros_like
+            forwards[module] = _zeros_and_none if pair else _zeros
     with replaced_forwards(forwards):
         yield
 
@@ -378,8 +375,8 @@ def _is_causal(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and bool((mask == torch.ones_like(mask).tril()).all())
 
 
-def _zeros_and_none(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return torch.zeros_like(hidden_states), None
+def _zeros_and_none(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _zeros(*args, **kwargs), None
 
 
 def entering_stream(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -40,7 +40,7 @@ from pyprune.run.recipe import build_config
 from pyprune.runtime.report import markdown_table
 from tests._support.cli import refused, run
 from tests._support.compare import FLOAT32_ROUNDING, assert_same_logits
-from tests._support.inferred import CLOSED, DENSE, INFERRED, NOT_INFERRED, PUBLISHED, closed_by, tiny_inferred
+from tests._support.inferred import CLOSED, DENSE, INFERRED, LATENT, NOT_INFERRED, PUBLISHED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch
 from tests._support.paths import REPO
 from tests._support.plans import axis_plans, keep_kv_groups
@@ -230,7 +230,9 @@ def test_the_pruned_classes_of_an_inferred_type_exist_by_name_where_pickles_look
     assert type(config) is configuration.PrunedSmolLM3Config
 
 
-@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "olmo", "apertus", "lfm2", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "model_type", ["smollm3", "cohere2", "olmo", "apertus", "lfm2", "mamba2", "nemotron_h", "youtu"]
+)
 def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_path: Path) -> None:
     """A checkpoint with buffers (Apertus), or other names (Nemotron-H), is loaded, and the report says why."""
     dense = tiny_inferred(model_type)
@@ -249,7 +251,7 @@ def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("model_type", [*DENSE, *HYBRIDS, "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", [*DENSE, *HYBRIDS, "lfm2", "qwen3_5_text", *LATENT])
 def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
@@ -265,7 +267,7 @@ def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("preset", ["shortgpt", "dress"])
-@pytest.mark.parametrize("model_type", ["lfm2", "mamba", *HYBRIDS])
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba", *HYBRIDS, "youtu"])
 def test_closed_blocks_are_walked_past_and_their_outputs_solved(model_type: str, preset: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
@@ -295,6 +297,14 @@ def test_layers_with_several_values_or_computed_buffers_are_streamed(
     prune_checkpoint(folder, config, out=tmp_path / "loaded")
     streamed, loaded = (load_model(tmp_path / name)[0] for name in ("streamed", "loaded"))
     assert_same_logits(logits(streamed, tiny_batch()), logits(loaded, tiny_batch()))
+
+
+def test_a_method_on_heads_that_no_layer_has_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("youtu"), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    config = build_config(preset="wanda", options={**data, "score.axes": ["heads"]})
+    with pytest.raises(ConfigError, match=r"score.axes is \['heads'\], of which the open layers of this 'youtu' model"):
+        prune_checkpoint(folder, config, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("model_type", IDENTICAL)
@@ -380,6 +390,13 @@ def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
     assert cells["decoder layers"].startswith("5 layers of attention (query_heads 6, kv_heads 3, head_dim 16) and mlp")
     assert cells["axis heads"] == "open"
     assert cells["axis hidden"].startswith("closed: its head is tied")
+
+
+@pytest.mark.parametrize(("model_type", "block"), [("youtu", "self_attn"), ("mamba", "mixer")])
+def test_the_command_says_which_block_closes_the_heads(model_type: str, block: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
+    rows = json.loads(run("families", folder, "--json", "-").output)[str(folder)]
+    assert {row[""]: row["value"] for row in rows}["axis heads"] == f"closed: {block} is kept whole"
 
 
 def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,7 @@ def prune(model: PreTrainedModel, tmp_path: Path, *, preset: str, **options: obj
     return prune_checkpoint(folder, config, out=tmp_path / preset).notes
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
 def test_a_run_cuts_a_mixture_writes_it_and_its_record(model_type: str, tmp_path: Path) -> None:
     """The attention's writers are solved and the experts' are not, which the report says, as it says why nothing is
     streamed.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -70,7 +70,7 @@ class OpenUnits:
 
     Attributes:
         dense: the dense sizes.
-        axes: the open axes.
+        axes: the open axes, without those of which the open layers have nothing (heads of latent attention).
         layers: the layers whose heads and FFN are open, ascending. The hidden axis runs through every layer.
         whole_groups: KV heads are removed together with their query heads; otherwise only query heads are removed.
     """
@@ -105,7 +105,9 @@ class OpenUnits:
             raise ConfigError(f"score.layers names {shown(unknown)}; the model has layers 0 to {total - 1}.")
         # Without grouped queries a query head is a whole group.
         whole = config.heads_unit == "kv_group" or dense.group_size == 1
-        return cls(dense, config.axes, tuple(layers), whole)
+        scope = cls(dense, config.axes, tuple(layers), whole)
+        owned = {axis for _, axis in scope.places}
+        return replace(scope, axes=tuple(axis for axis in config.axes if axis in owned))
 
     @property
     def places(self) -> tuple[tuple[int | None, ScoreAxis], ...]:

@@ -227,7 +227,7 @@ def open_units(request: PlanRequest) -> OpenUnits:
     and no more than :data:`LARGEST_SHARE` of the open parameters to remove.
 
     Raises:
-        ConfigError: open layers that the model does not have.
+        ConfigError: open layers that the model does not have, or axes that none of them has.
     """
     score, dense = request.score, request.identity.dense
     most = 0 if score.names_open_layers else min(score.closed_ends, dense.num_layers // LAYERS_OF_AN_END)
@@ -235,7 +235,13 @@ def open_units(request: PlanRequest) -> OpenUnits:
         scope = OpenUnits.of(dense, replace(score, first_layer=ends, last_layer=-1 - ends))
         if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
             return scope
-    return OpenUnits.of(dense, score)
+    scope = OpenUnits.of(dense, score)
+    if not scope.axes:
+        raise ConfigError(
+            f"score.axes is {list(score.axes)}, of which the open layers of this {request.family.model_type!r} model "
+            "have nothing that can be cut.\nChoose other axes, or a method that removes layers."
+        )
+    return scope
 
 
 def _open_share(request: PlanRequest, scope: OpenUnits) -> float:
