@@ -117,6 +117,17 @@ def test_norms_and_embeddings_count_what_they_write(name: str) -> None:
     assert ("lm_head" in run.scores.sums[None, "hidden"]) == (not model.config.tie_word_embeddings)
 
 
+def test_an_untied_head_counts_its_weights_times_the_norms_of_their_inputs() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    run = scored(model, options(axes=("hidden",)))
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    model(SAMPLES)
+    norms = seen[0].flatten(0, 1).double().norm(dim=0)
+    expected = model.lm_head.weight.detach().double().abs().sum(0) * norms
+    torch.testing.assert_close(run.scores.sums[None, "hidden"]["lm_head"], expected, rtol=1e-5, atol=1e-9)
+
+
 def test_a_large_input_saves_channels_that_small_weights_would_lose() -> None:
     """What magnitude cannot see: channel 5 has the smallest weights and by far the largest activations."""
     model = tiny_model("opt", activation_function="gelu")

@@ -42,7 +42,7 @@ def score(run: Scoring) -> None:
     modules = list(dict.fromkeys(_module(p) for p in counted))
     experts = {_module(p): ExpertNorms() for p in counted if len(p.row.axes) == 3}
     # A router multiplies like a linear module, whatever its class.
-    products = {_module(p) for p in counted if p.row.role in ("reader", "writer") and len(p.row.axes) == 2}
+    products = {_module(p) for p in counted if p.row.role in ("reader", "writer", "head") and len(p.row.axes) == 2}
     linear = [name for name in modules if name in products and name not in experts]
     others = [name for name in modules if name not in products and name not in experts]
     with measure_memory(run) as account:
