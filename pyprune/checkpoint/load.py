@@ -229,13 +229,15 @@ class ModelSource:
         if self.folder is None:
             return f"{self.name} has no safetensors"
         family = find_family(read_config(self.folder).get("model_type"))
-        if family is not None and family.layers_alone:
+        if family is None:
+            return None
+        if family.layers_alone:
             return f"{family.model_type!r} models have no table of their parameters"
-        if family is not None and family.mixture_fields:
+        if family.mixture_fields:
             return f"the files of {family.model_type!r} models hold one tensor for each expert"
-        if family is not None and family.stored_buffers:
+        if family.stored_buffers:
             return f"the files of {family.model_type!r} models hold buffers, which no table describes"
-        if family is not None and (name := unknown_name(self.folder, family)):
+        if name := unknown_name(self.folder, family):
             return f"its files hold {name}, a name that only Transformers can translate"
         return None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -23,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.cut.mask import gauge_
 from pyprune.cut.proof import assert_proven
-from pyprune.cut.shorter import check_shorter, shorter_model
+from pyprune.cut.shorter import check_shorter, kept_names, shorter_model
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
@@ -203,13 +202,9 @@ def _compact_state(
 def _kept_buffers(model: PreTrainedModel, family: Family, plan: PrunePlan) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that a checkpoint holds, of kept layers and outside of them, by their new names."""
     stored = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        layer = re.match(re.escape(family.layers_path) + r"\.(\d+)\.(.*)\Z", name)
-        if layer and name in stored and int(layer[1]) in plan.kept_layers:
-            name = f"{family.layers_path}.{plan.kept_layers.index(int(layer[1]))}.{layer[2]}"
-        elif layer or name not in stored:
-            continue
-        yield name, buffer.detach().clone()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    for name, new in kept_names(buffers, family.layers_path, plan.kept_layers):
+        yield new, buffers[name].detach().clone()
 
 
 def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:

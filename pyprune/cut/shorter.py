@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -36,16 +35,10 @@ def shorter_model(model: PreTrainedModel, kept: Sequence[int], path: str, config
         path: dotted path of its layers.
         config: of the shorter model.
     """
-    place, config = {old: new for new, old in enumerate(kept)}, copy.deepcopy(config)
+    config = copy.deepcopy(config)
     config._attn_implementation = model.config._attn_implementation
-    layer = re.compile(re.escape(path) + r"\.(\d+)\.(.*)", re.DOTALL)
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        inside = layer.fullmatch(name)
-        if inside is None:
-            state[name] = tensor
-        elif int(inside[1]) in place:
-            state[f"{path}.{place[int(inside[1])]}.{inside[2]}"] = tensor
+    tensors = model.state_dict()
+    state = {new: tensors[name] for name, new in kept_names(tensors, path, kept)}
     with no_init_weights(), torch.device(model.device):
         smaller: PreTrainedModel = cast(Any, type(model))._from_config(config, dtype=model.dtype)
     smaller.load_state_dict(state, assign=True)
@@ -53,6 +46,24 @@ def shorter_model(model: PreTrainedModel, kept: Sequence[int], path: str, config
     smaller.train(model.training)
     smaller.generation_config = copy.deepcopy(model.generation_config)
     return smaller
+
+
+def kept_names(names: Iterable[str], path: str, kept: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors of kept layers and outside of them, each with its name in the shorter model.
+
+    Args:
+        names: of tensors of the dense model.
+        path: dotted path of its layers.
+        kept: indices of the kept layers, ascending.
+    """
+    place = {old: new for new, old in enumerate(kept)}
+    layer = re.compile(re.escape(path) + r"\.(\d+)\.(.*)", re.DOTALL)
+    for name in names:
+        inside = layer.fullmatch(name)
+        if inside is None:
+            yield name, name
+        elif int(inside[1]) in place:
+            yield name, f"{path}.{place[int(inside[1])]}.{inside[2]}"
 
 
 @torch.no_grad()

@@ -14,9 +14,18 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pyprune.errors import PlanError, UnsupportedModelError, shown
-from pyprune.families.base import Family, Row, StockClasses, StockTarget
+from pyprune.families.base import Family, Row, StockClasses, StockTarget, renumbered
 from pyprune.families.exceptions import EXCEPTIONS, REFUSED
-from pyprune.families.infer import LAYERS, causal_types, inferred_family, tiny_values, undisturbed
+from pyprune.families.infer import (
+    LAYERS,
+    build_on_meta,
+    causal_types,
+    inferred_family,
+    plain_attributes,
+    plain_values,
+    tiny_values,
+    undisturbed,
+)
 from pyprune.plan import DECODER, BlockSizes, PrunePlan, format_ranges
 
 if TYPE_CHECKING:
@@ -25,8 +34,6 @@ if TYPE_CHECKING:
 
 LAYER = "layer"
 """The only block of such a layer."""
-WRITTEN_ANEW = ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config")
-"""Fields of a configuration that describe the dense checkpoint."""
 INDEX = re.compile(r"(layer|block).*(id|idx|index|number)\Z|idx\Z|index\Z")
 """Names of attributes and of lists in a configuration that hold indices of layers."""
 COUNT = re.compile(r"layer|first|dense")
@@ -145,16 +152,8 @@ def _variant_obstacle(config: PretrainedConfig) -> str | None:
 
 
 def meta_model(config: PretrainedConfig) -> Any:
-    """Return a causal LM on the meta device: modules, names and shapes without values."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
-    remote = {"trust_remote_code": True} if is_remote(config) else {}
-    with no_init_weights(), torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **remote)
-    model.tie_weights()
-    return model
+    """Return a causal LM on the meta device, also of a class that its repository brings."""
+    return build_on_meta(deepcopy(config), **({"trust_remote_code": True} if is_remote(config) else {}))
 
 
 def _layers_path(model: nn.Module, count: int) -> str:
@@ -240,7 +239,7 @@ def _candidates(config: PretrainedConfig, kept: Sequence[int]) -> Iterator[dict[
     Lists by layer are sliced, indices of layers renumbered (from 0, then from 1), patterns written out, and numbers
     that count layers from either end reduced, one at a time. Which of them is right, the models tell.
     """
-    whole = {name: value for name, value in config.to_dict().items() if name not in WRITTEN_ANEW}
+    whole = plain_values(config)
     layers = config.num_hidden_layers
     count = {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): len(kept)}
     count |= {name: len(kept) for name in ("num_blocks", "num_layers") if whole.get(name) == layers}
@@ -254,7 +253,7 @@ def _candidates(config: PretrainedConfig, kept: Sequence[int]) -> Iterator[dict[
     yield shorten(whole, tile=True) | count
     if step := whole.get("decoder_sparse_step"):
         dense = [i for i in range(layers) if i in (whole.get("mlp_only_layers") or ()) or (i + 1) % step]
-        yield first | {"mlp_only_layers": _renumber(dense, kept, 0), "decoder_sparse_step": 1}
+        yield first | {"mlp_only_layers": renumbered(dense, kept), "decoder_sparse_step": 1}
     for name, value in whole.items():
         if type(value) is int and 0 < value < layers and COUNT.search(name):
             yield first | {name: sum(i < value for i in kept)}
@@ -285,12 +284,9 @@ def _shorter_value(
     if tile and all(isinstance(word, str) for word in value) and len(value) < layers:
         return [value[i % len(value)] for i in kept]
     indices = all(type(i) is int and 0 <= i - first < layers for i in value) and list(value) == sorted(set(value))
-    return _renumber(value, kept, first) if indices and re.search(r"layer|idx|indices|_ids", name) else value
-
-
-def _renumber(numbers: Sequence[int], kept: Sequence[int], first: int) -> list[int]:
-    position = {index: new for new, index in enumerate(kept)}
-    return [position[i - first] + first for i in numbers if i - first in position]
+    if not (indices and re.search(r"layer|idx|indices|_ids", name)):
+        return value
+    return [first + new for new in renumbered([i - first for i in value], kept)]
 
 
 def _difference(dense: nn.Module, shorter: nn.Module, path: str, kept: Sequence[int]) -> str | None:
@@ -338,13 +334,8 @@ def _shapes(module: nn.Module, among: Callable[[str], bool] = lambda name: True)
 
 def _facts(layer: nn.Module) -> dict[str, Any]:
     """Return the class and the plain attributes of each module of a layer, by dotted name."""
-    facts: dict[str, Any] = {}
-    for name, module in layer.named_modules():
-        facts[f"{name} ".lstrip()] = type(module).__name__
-        for key, value in vars(module).items():
-            if isinstance(value, int | float | bool | str | None):
-                facts[f"{name}.{key}".lstrip(".")] = value
-    return facts
+    classes = {f"{name} ".lstrip(): type(module).__name__ for name, module in layer.named_modules()}
+    return classes | plain_attributes(layer)
 
 
 def _renumbered(facts: Mapping[str, Any], kept: Sequence[int], counters: Collection[str]) -> dict[str, Any]:

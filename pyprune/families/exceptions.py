@@ -1,4 +1,4 @@
-"""What inference cannot know of a model type: values of fields of its family, by model type."""
+"""Facts of model types that inference cannot know: values of fields of their families, by model type."""
 
 from __future__ import annotations
 

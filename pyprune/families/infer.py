@@ -91,6 +91,8 @@ _BLOCK_OF: dict[Dimension, Block] = {
 """Block of a parameter, by an axis that is not the stream."""
 _SHARED: dict[Dimension, Dimension] = {"ffn": "shared_ffn", ("ffn", "ffn"): ("shared_ffn", "shared_ffn")}
 _PER_HEAD = ("each_head", "each_kv_head")
+WRITTEN_ANEW = ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config")
+"""Fields of a configuration that describe the checkpoint that it was read from."""
 _KIND_FIELDS = ("layer_types", "layers_block_type")
 """Fields of configurations that name the kind of every layer."""
 
@@ -186,7 +188,7 @@ def undisturbed() -> Iterator[None]:
 
 @dataclass
 class _Facts:
-    """What one tiny model shows.
+    """The facts that one tiny model shows.
 
     Attributes:
         model: class of the causal LM.
@@ -416,12 +418,8 @@ def _merge(facts: _Facts, other: _Facts) -> None:
 
 def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
     """Read the axes of every parameter off the shapes, and the roles of the norms off a forward pass."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = build_on_meta(config)
         path, layers = _find_layers(model)
     except _Obstacle:
         raise
@@ -741,12 +739,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, whatever their shapes."""
+    """Check whether two tensors are the same memory, whatever their shapes."""
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def _is_multiple(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor is a constant times another."""
+    """Check whether a tensor is a constant times another."""
     import torch
 
     if one.shape != other.shape or not one.any():
@@ -928,7 +926,7 @@ def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, 
     others = tuple(name for name, value in few.items() if _lengths(value, many.get(name)) == (LAYERS, LAYERS))
     whole = _config(model_type, rule, 2 * LAYERS - 1)
     kept = (0, 2, 3, 6, 8)
-    values = _plain_values(whole) | {"num_hidden_layers": len(kept)}
+    values = plain_values(whole) | {"num_hidden_layers": len(kept)}
     values |= {name: [values[name][i] for i in kept] for name in lists}
     values |= {name: renumbered(values[name], kept) for name in _index_lists(model_type)}
     if MIXTURE in facts.kinds:
@@ -955,20 +953,22 @@ def _lengths(*values: Any) -> tuple[int, ...]:
 
 def _layer_attributes(config: PretrainedConfig, facts: _Facts) -> list[dict[str, Any]]:
     """Return the plain values in the modules of every layer, by dotted name, without the layer's index."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        layers = AutoModelForCausalLM.from_config(config).get_submodule(facts.layers_path)
+    layers = build_on_meta(config).get_submodule(facts.layers_path)
+    indices = ("layer_idx", "layer_id")
     return [
-        {
-            f"{name}.{key}".lstrip("."): value
-            for name, module in layer.named_modules()
-            for key, value in vars(module).items()
-            if key not in ("layer_idx", "layer_id") and isinstance(value, int | float | bool | str | None)
-        }
+        {name: value for name, value in plain_attributes(layer).items() if name.rpartition(".")[2] not in indices}
         for layer in layers
     ]
+
+
+def plain_attributes(layer: nn.Module) -> dict[str, Any]:
+    """Return the numbers, words and switches in the modules of a layer, by dotted name."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in layer.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, int | float | bool | str | None)
+    }
 
 
 def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared: bool) -> Any:
@@ -984,12 +984,8 @@ def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared:
 
 
 def _is_tied(config: PretrainedConfig) -> bool:
-    """Whether the class of a model ties its head to the embedding if its configuration says so."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(type(config)(**_plain_values(config) | {"tie_word_embeddings": True}))
+    """Check whether the class of a model ties its head to the embedding if its configuration says so."""
+    model = build_on_meta(type(config)(**plain_values(config) | {"tie_word_embeddings": True}))
     return model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
@@ -999,16 +995,11 @@ def _inner_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
 
 
 def _inner_depends_on_hidden(model_type: str, rule: str, facts: _Facts) -> bool:
-    """Whether another hidden size, and nothing else, changes the inner sizes of a closed block."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    """Check whether another hidden size, and nothing else, changes the inner sizes of a closed block."""
     config = _config(model_type, rule)
-    values = _plain_values(config) | {"hidden_size": config.hidden_size + HEADS * HEAD_DIM}
+    values = plain_values(config) | {"hidden_size": config.hidden_size + HEADS * HEAD_DIM}
     try:
-        with torch.device("meta"):
-            wider = AutoModelForCausalLM.from_config(type(config)(**values))
-            model = AutoModelForCausalLM.from_config(config)
+        wider, model = build_on_meta(type(config)(**values)), build_on_meta(config)
     except Exception:  # checks of any configuration class
         return True
     shapes = dict(wider.named_parameters())
@@ -1022,12 +1013,26 @@ def _inner_depends_on_hidden(model_type: str, rule: str, facts: _Facts) -> bool:
     return False
 
 
-def _plain_values(config: PretrainedConfig) -> dict[str, Any]:
+def plain_values(config: PretrainedConfig) -> dict[str, Any]:
     """Return the values of a configuration from which its class makes another."""
-    values = config.to_dict()
-    for name in ("model_type", "architectures", "transformers_version"):
-        values.pop(name, None)
-    return values
+    return {name: value for name, value in config.to_dict().items() if name not in WRITTEN_ANEW}
+
+
+def build_on_meta(config: PretrainedConfig, **options: Any) -> Any:
+    """Return a causal LM on the meta device: modules, names and shapes without values.
+
+    Args:
+        config: of the model, which keeps it.
+        options: of ``AutoModelForCausalLM.from_config``.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    return model
 
 
 def _build_resized_layer(
