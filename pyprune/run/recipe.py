@@ -152,8 +152,8 @@ def build_config(
         settings: "dotted.name=value" texts; the value is read as YAML.
 
     Raises:
-        ConfigError: an unreadable recipe, an unknown preset or option, values that are not allowed, or a preset of
-            another method than the recipe's.
+        ConfigError: an unreadable recipe, an unknown preset or option, values that are not allowed, a preset of another
+            method than the recipe's, or two sets of options (``--method taylor-plain --preset taylor``).
     """
     from pyprune.config.recoveries import as_prune_options
 
@@ -162,6 +162,8 @@ def build_config(
     chosen = _chosen(options, settings)
     form, of_recipe = _take_form(chosen), _take_form(data)
     form = form if "method" in chosen else of_recipe
+    if form and preset and OTHER_NAMES.get(form, form) != OTHER_NAMES.get(preset, preset):
+        raise ConfigError(f"The method {form!r} and the preset {preset!r} are two sets of options. Name one of them.")
     preset = form if preset is None else preset
     if isinstance(method := data.get("method"), str) and method != "none":
         check_name(method)  # reports a mistake in the recipe even where --method wins over it

@@ -128,6 +128,13 @@ def test_a_form_may_be_named_as_the_method(tmp_path: Path) -> None:
     assert build_config(recipe=recipe) == trained
     assert build_config(recipe=recipe, options={"method": "elder"}) == preset("elder"), "the command line wins"
     assert build_config(recipe=recipe, options={"method": "wanda-plain"}) == preset("wanda-plain")
+    assert build_config(preset="best", options={"method": "best"}) == preset("obs")
+
+
+def test_two_forms_at_once_are_refused() -> None:
+    """The preset must not win in silence over a form that stands in --method."""
+    with pytest.raises(ConfigError, match="'taylor-plain' and the preset 'taylor' are two sets of options"):
+        build_config(preset="taylor", options={"method": "taylor-plain"})
 
 
 def test_an_old_name_works_and_says_what_it_is_now(capsys: pytest.CaptureFixture[str]) -> None:
