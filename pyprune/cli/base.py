@@ -330,3 +330,17 @@ def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
             print(printable(item))
     if json_file is not None and first():
         write_text(Path(json_file), text)
+
+
+def print_next_commands(out: Path) -> None:
+    """Print the commands that usually follow; not serve, if vLLM has no class for the sizes of a checkpoint.
+
+    Args:
+        out: folder of the checkpoint that was written.
+    """
+    from pyprune.families import find_family
+
+    model_type = str(json.loads((out / "config.json").read_text(encoding="utf-8"))["model_type"])
+    family = find_family(model_type)
+    served = not model_type.startswith("pruned_") or (family is not None and bool(family.served_by))
+    print(f"Next: pyprune eval {out} --ppl wikitext2" + f"\n      pyprune serve {out}" * served)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pyprune.cli.base import check_out, guard, say_what_is_loaded, text_options
+from pyprune.cli.base import check_out, guard, print_next_commands, say_what_is_loaded, text_options
 from pyprune.cli.sizes import warn_of_slow_checkpoint
 from pyprune.methods.registry import FORMS, installed_names, own_methods, presets
 from pyprune.methods.registry import preset as find_preset
@@ -184,4 +184,4 @@ def _print_pruned(result: PruneResult) -> None:
         rows += [(name.replace("_", " "), f"{value:.6g}") for name, value in result.verified.items()]
     rows += [("note", note) for note in result.notes]
     print_table(Table(f"Wrote {result.out}", ("", "value"), tuple(rows)))
-    print(f"Next: pyprune eval {result.out} --ppl wikitext2\n      pyprune serve {result.out}")
+    print_next_commands(result.out)

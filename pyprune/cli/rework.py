@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyprune.cli.base import check_out, guard, say_what_is_loaded, text_options
+from pyprune.cli.base import check_out, guard, print_next_commands, say_what_is_loaded, text_options
 from pyprune.runtime.progress import warn
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _print_recovered(report: TrainReport, out: Path) -> None:
     ]
     rows += [(f"{name}, first and last step", f"{v:.4g}, {last.parts[name]:.4g}") for name, v in first.parts.items()]
     print_table(Table(f"Wrote {out}", ("", "value"), tuple(rows)))
-    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
+    print_next_commands(out)
 
 
 @guard
@@ -164,4 +164,4 @@ def _print_reconstructed(report: ReconstructionReport, out: Path) -> None:
             print(note)
         else:
             warn(note)
-    print(f"Next: pyprune eval {out} --ppl wikitext2\n      pyprune serve {out}")
+    print_next_commands(out)

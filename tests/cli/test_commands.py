@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import annotate_checkpoint, read_pruning_json
 from pyprune.checkpoint.save import save_checkpoint
-from pyprune.cli.base import ERROR_CODE
+from pyprune.cli.base import ERROR_CODE, print_next_commands
 from pyprune.cli.bench import model_perplexity
 from pyprune.cut.compact import compact_
 from pyprune.errors import DataError, OutputError
@@ -474,3 +474,16 @@ def test_export_names_the_layers_whose_widths_run_slowly(checkpoint: Path, tmp_p
     assert "slower than they could be in bfloat16" in words
     assert f"{len(layer.ffn)} FFN channels are not a multiple of 64" in words
     assert str(index) in words
+
+
+@pytest.mark.parametrize(
+    ("model_type", "served"), [("pruned_llama", True), ("llama", True), ("smollm3", True), ("pruned_smollm3", False)]
+)
+def test_serving_is_advised_where_vllm_has_a_class(
+    model_type: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    print_next_commands(tmp_path)
+    printed = capsys.readouterr().out
+    assert f"pyprune eval {tmp_path}" in printed
+    assert (f"pyprune serve {tmp_path}" in printed) == served
