@@ -135,6 +135,7 @@ def prune(
     elif out is not None:
         result = prune_checkpoint(source, options, out=out, resume=resume, overwrite=overwrite, placement=placement)
         _print_pruned(result)
+        print_next_commands(out)
         if result.compact is not None:
             warn_of_slow_checkpoint(out, config=options)
 
@@ -184,4 +185,3 @@ def _print_pruned(result: PruneResult) -> None:
         rows += [(name.replace("_", " "), f"{value:.6g}") for name, value in result.verified.items()]
     rows += [("note", note) for note in result.notes]
     print_table(Table(f"Wrote {result.out}", ("", "value"), tuple(rows)))
-    print_next_commands(result.out)
