@@ -78,7 +78,7 @@ CUTS: Mapping[str, Cut] = {
         "20 % of the parameters, heads and FFN",
         "--ratio 0.2",
         {**SCORES, **MORE_SCORES, **BEFORE, "random": "--method random"},
-        ("taylor", "wanda"),
+        ("obs", "taylor", "wanda"),
     ),
     "35": Cut("35 % of the parameters, heads and FFN", "--ratio 0.35", SCORES),
     "50": Cut("50 % of the parameters, heads and FFN", "--ratio 0.5", SCORES),
@@ -91,7 +91,10 @@ CUTS: Mapping[str, Cut] = {
     ),
     "gemma-layers": Cut("Gemma 3 270M, 4 of 18 layers", "--ratio 0.223", LAYERS, model="gemma"),
     "gemma-20": Cut(
-        "Gemma 3 270M, 20 % of the parameters", "--ratio 0.2", {"taylor": "--method taylor"}, model="gemma"
+        "Gemma 3 270M, 20 % of the parameters",
+        "--ratio 0.2",
+        {name: SCORES[name] for name in ("taylor", "obs")},
+        model="gemma",
     ),
 }
 
