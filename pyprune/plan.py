@@ -41,14 +41,18 @@ class BlockSizes:
     Attributes:
         axes: axis -> units along it (heads or channels). A block without axes is closed: its inside is kept whole.
         head_dim: channels of one head, on every axis whose name ends in "heads"; None without such an axis.
+        head_dims: other numbers of channels that matrices have for a head, by name ("qk_head_dim").
     """
 
     axes: Mapping[str, int] = field(default_factory=dict, hash=False)
     head_dim: int | None = None
+    head_dims: Mapping[str, int] = field(default_factory=dict, hash=False)
 
-    def channels(self, axis: str) -> int:
-        """Return the channels of one unit of an axis."""
-        return self.head_dim or 1 if axis.endswith("heads") else 1
+    def channels(self, axis: str, head_dim: str = HEAD_DIM) -> int:
+        """Return the channels of one unit of an axis, which are ``head_dim`` by name if the units are heads."""
+        if not axis.endswith("heads"):
+            return 1
+        return self.head_dim or 1 if head_dim == HEAD_DIM else self.head_dims[head_dim]
 
     @property
     def group_size(self) -> int:
@@ -109,9 +113,15 @@ class Sizes:
         """Return how many units a layer has along an axis; 0 if it has no such axis."""
         return next((block.axes[axis] for block in self.blocks(layer).values() if axis in block.axes), 0)
 
-    def channels(self, axis: str, layer: int) -> int:
-        """Return the channels of one unit of an axis of a layer; 1 if it has no such axis."""
-        return next((block.channels(axis) for block in self.blocks(layer).values() if axis in block.axes), 1)
+    def channels(self, axis: str, layer: int, head_dim: str = HEAD_DIM) -> int:
+        """Return the channels of one unit of an axis of a layer; 1 if it has no such axis.
+
+        Args:
+            axis: in plans.
+            layer: index in the dense model.
+            head_dim: name of the number of channels of a head, as in :attr:`BlockSizes.head_dims`.
+        """
+        return next((block.channels(axis, head_dim) for block in self.blocks(layer).values() if axis in block.axes), 1)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -174,6 +184,7 @@ class Sizes:
         for name, block in self.kinds[kind].items():
             sizes = [f"{axis} {n}" for axis, n in block.axes.items()]
             sizes += [f"{HEAD_DIM} {block.head_dim}"] if block.head_dim else []
+            sizes += [f"{name} {n}" for name, n in block.head_dims.items()]
             blocks.append(f"{name} ({', '.join(sizes)})" if sizes else name)
         return f"{self.layers.count(kind)} layers of {' and '.join(blocks)}"
 
@@ -183,7 +194,11 @@ class Sizes:
             kind: {
                 "layers": format_ranges([i for i, name in enumerate(self.layers) if name == kind]),
                 "blocks": {
-                    name: {**block.axes, **({} if block.head_dim is None else {HEAD_DIM: block.head_dim})}
+                    name: {
+                        **block.axes,
+                        **({} if block.head_dim is None else {HEAD_DIM: block.head_dim}),
+                        **block.head_dims,
+                    }
                     for name, block in blocks.items()
                 },
             }
@@ -549,12 +564,18 @@ def _check_bounds(sizes: Sizes) -> None:
     """Refuse sizes that no model has, before any index set is expanded."""
     blocks = [block for layer in sizes.layers for block in sizes.kinds[layer].values()]
     units = sum(sum(block.axes.values()) for block in blocks)
-    widest = max((n * block.channels(axis) for block in blocks for axis, n in block.axes.items()), default=0)
+    widest = max(map(_widest, blocks), default=0)
     if units + sizes.hidden_size + widest > MAX_INDICES:
         raise PlanError(
             f"The plan is for {sizes.num_layers} layers with {units:,} heads and channels; at most {MAX_INDICES:,} "
             "indices in all are read. The plan is damaged."
         )
+
+
+def _widest(block: BlockSizes) -> int:
+    """Return the most channels that a matrix has along an axis of a block."""
+    head_dims = (HEAD_DIM, *block.head_dims)
+    return max((n * block.channels(axis, name) for axis, n in block.axes.items() for name in head_dims), default=0)
 
 
 def _named(data: Any, where: str) -> Mapping[str, Any]:
@@ -574,8 +595,8 @@ def _blocks(data: Any, where: str) -> dict[str, BlockSizes]:
         if not isinstance(entry, Mapping):
             raise PlanError(f"{place} is {shown(entry)}; expected a JSON object with its sizes.")
         sizes = {_name(axis, place): _count(n, f"{place}.{axis}", least=1) for axis, n in entry.items()}
-        head_dim = sizes.pop(HEAD_DIM, None)
-        blocks[name] = BlockSizes(sizes, head_dim)
+        head_dims = {size: sizes.pop(size) for size in [*sizes] if size.endswith(HEAD_DIM)}
+        blocks[name] = BlockSizes(sizes, head_dims.pop(HEAD_DIM, None), head_dims)
     return blocks
 
 

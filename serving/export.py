@@ -204,9 +204,10 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
     model_type = str(model.config.model_type)
     if model_type.startswith("pruned_") or find_family(model_type) is None:
         raise ConfigError(did_you_mean(model_type, all_families(), "model type of a pruned architecture"))
-    check_table(family_for(model), "The pruned architecture")
+    family = family_for(model)
+    check_table(family, "The pruned architecture")
     values = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
-    values |= {"head_dim": family_for(model).sizes(model.config).head_dim, "per_layer_config": {}}
+    values |= {"per_layer_config": {}, **family.head_dim_values(family.sizes(model.config))}
     config = pruned_config_class(model_type)(**values)
     pruned = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     pruned.load_state_dict(model.state_dict(), assign=True)

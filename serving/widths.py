@@ -279,10 +279,14 @@ def draft_obstacle(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *, h
 def token_bytes(config: Mapping[str, Any], dtype: str) -> int:
     """Return the bytes of keys and values that one token takes in all layers; skipped attention takes none.
 
+    0 for latent attention: only vLLM knows whether it stores latents, or the keys and values of all heads.
+
     Args:
         config: config.json as plain data, of a dense or a pruned architecture.
         dtype: of the cache: bfloat16, float16 or float32.
     """
+    if config.get("kv_lora_rank"):
+        return 0
     return token_bytes_of(layer_widths(config), head_channels(config), dtype)
 
 

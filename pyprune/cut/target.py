@@ -99,7 +99,7 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
         widths = {name: len(layer.units(axis)) for axis, name in family.width_fields(layer.kind).items()}
         values |= {name: width for name, width in widths.items() if width and hasattr(config, name)}
     if family.has_head_dim_field and heads:
-        values |= {"num_key_value_heads": kv_heads, "head_dim": plan.dense.head_dim}
+        values |= {"num_key_value_heads": kv_heads, **family.head_dim_values(plan.dense)}
     values |= stock.config_changes(config)
     # A stock architecture with biases on its output projections has another switch for them.
     values.pop("output_bias", None)
@@ -111,8 +111,7 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
 
     values = _common_values(family, config, plan)
     if plan.dense.head_dim:
-        values["head_dim"] = plan.dense.head_dim
-        values["num_key_value_heads"] = plan.dense.num_key_value_heads
+        values |= {"num_key_value_heads": plan.dense.num_key_value_heads, **family.head_dim_values(plan.dense)}
     if family.inner_from_hidden and plan.removed_hidden:
         values["source_hidden_size"] = plan.dense.hidden_size
     if family.needs_virtual_norm(config, plan):

@@ -97,6 +97,7 @@ def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
             "exceptions",
             "gguf_forms",
             "infer",
+            "latent",
             "mixtures",
             "scale",
             "table",

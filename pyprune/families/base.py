@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.errors import PlanError, UnsupportedModelError, did_you_mean
 from pyprune.families.gguf_forms import GgufForm
-from pyprune.plan import DECODER, BlockSizes, LayerPlan, PrunePlan, Sizes, attention_and_mlp
+from pyprune.plan import DECODER, HEAD_DIM, BlockSizes, LayerPlan, PrunePlan, Sizes, attention_and_mlp
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -69,6 +69,8 @@ class Row:
             (Falcon: the queries of a group, its key, its value; GPT-NeoX: of one head each); or one channel after
             another of an axis that is fused with itself (GPT-OSS: gate, up); otherwise one whole axis after another.
         by_head: the dimension is fused by query head (Qwen3.5: the query of a head and its gate).
+        head_dim: name of the channels that a head has in this parameter, if they are not those of the output
+            projection: a key of :attr:`Family.head_fields`.
 
     Raises:
         UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
@@ -83,6 +85,7 @@ class Row:
     kind: str | None = None
     by_group: bool = False
     by_head: bool = False
+    head_dim: str = HEAD_DIM
 
     def __post_init__(self) -> None:
         fused = [axes for axes in self.dimensions if len(axes) > 1]
@@ -225,7 +228,11 @@ def decoder_blocks(family: Family, config: PretrainedConfig, kind: str) -> dict[
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     explicit = getattr(config, "head_dim", None) if family.has_head_dim_field else None
     ffn = getattr(config, family.width_fields(kind)["ffn"])
-    return attention_and_mlp(heads, kv_heads, explicit or config.hidden_size // heads, ffn)
+    blocks = attention_and_mlp(heads, kv_heads, explicit or config.hidden_size // heads, ffn)
+    if family.head_fields:
+        dims = {name: sum(getattr(config, one) for one in fields) for name, fields in family.head_fields.items()}
+        blocks["attention"] = BlockSizes(blocks["attention"].axes, dims.pop(HEAD_DIM), dims)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -256,6 +263,8 @@ class Family:
         mixture_fields: axis of the MLP of a mixture of experts -> the config field that holds its width.
         kind_values: (config, kinds of the kept layers) -> config values that name them, besides ``layer_lists``.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
+        head_fields: name of the channels of a head -> the config fields whose sum they are, "head_dim" among them,
+            where matrices have several numbers of channels for a head; {} = head_dim is all.
         gauge: LayerNorm is made sliceable by subtracting the kept channels' mean from every writer, which a
             stock LayerNorm can then hold; otherwise a LayerNorm that divides by the original size is used.
         carries_output_bias: the pruned architecture can hold biases on the output projections of attention and MLP
@@ -286,7 +295,7 @@ class Family:
         unserved: (config.json as plain data) -> reason why vLLM's class of the stock architecture refuses it, or None.
 
     Raises:
-        UnsupportedModelError: a row names a kind, block or axis that the family does not have.
+        UnsupportedModelError: a row names a kind, block, axis or channels of a head that the family does not have.
     """
 
     model_type: str
@@ -309,6 +318,7 @@ class Family:
     mixture_fields: Mapping[Axis, str] = field(default_factory=dict, hash=False)
     kind_values: Callable[[PretrainedConfig, Sequence[str]], dict[str, Any]] = lambda config, kinds: {}
     has_head_dim_field: bool = True
+    head_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     gauge: bool = False
     carries_output_bias: bool = True
     inner_from_hidden: bool = False
@@ -321,7 +331,7 @@ class Family:
     closed: Mapping[str, str] = field(default_factory=dict)
     layers_alone: str = ""
     plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None
-    refused_switches: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
+    refused_switches: Mapping[str, tuple[bool | None, str]] = field(default_factory=dict)
     stored_buffers: bool = False
     stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
@@ -341,6 +351,8 @@ class Family:
             names = {name for kind in blocks for name in kind}
             if row.block is not None and row.block not in names:
                 raise UnsupportedModelError(did_you_mean(row.block, names, f"block {where}"))
+            if row.head_dim not in (head_dims := {HEAD_DIM, *self.head_fields}):
+                raise UnsupportedModelError(did_you_mean(row.head_dim, head_dims, f"channels of a head {where}"))
             axes = {axis for kind in blocks for axis in kind.get(row.block or "", ())}
             axes |= {axis for axis, channels in PER_HEAD.items() if channels in axes}
             for axis in (axis for dimension in row.dimensions for axis in dimension):
@@ -401,6 +413,10 @@ class Family:
         layers = self.layer_kinds(config)
         kinds = {kind: self.block_sizes(self, config, kind) for kind in self.kinds if kind in layers}
         return Sizes(config.hidden_size, config.vocab_size, kinds, layers)
+
+    def head_dim_values(self, dense: Sizes) -> dict[str, int]:
+        """Return the config value that states the channels of a head; {} if no single field does."""
+        return {HEAD_DIM: dense.head_dim} if dense.head_dim and not self.head_fields else {}
 
     def gauges(self, config: PretrainedConfig) -> bool:
         """True when slicing the hidden axis goes through the gauge.
@@ -536,28 +552,44 @@ class Family:
         return PrunePlan.identity(self.model_type, self.sizes(config))
 
 
-def axis_width(axis: Axis, dense: Sizes, layer: int) -> int:
-    """Return the channels of a layer of a dense model along an axis that a plan can cut, or that can be fused."""
+def axis_width(axis: Axis, dense: Sizes, layer: int, head_dim: str = HEAD_DIM) -> int:
+    """Return the channels of a layer of a dense model along an axis that a plan can cut, or that can be fused.
+
+    Args:
+        axis: of a table.
+        dense: the dense sizes.
+        layer: index of the layer.
+        head_dim: as in :class:`Row`.
+    """
     if axis == "hidden":
         return dense.hidden_size
-    name, width = _unit_of(axis, dense, layer)
+    name, width = _unit_of(axis, dense, layer, head_dim)
     return dense.units(name, layer) * width
 
 
-def _unit_of(axis: Axis, dense: Sizes, layer: int) -> tuple[str, int]:
+def _unit_of(axis: Axis, dense: Sizes, layer: int, head_dim: str) -> tuple[str, int]:
     """Return the name in plans of an axis of a block, and the channels of one of its units."""
     counted = PER_HEAD.get(axis, axis)
     name = PLAN_AXES.get(counted, counted)
-    return name, 1 if axis in PER_HEAD else dense.channels(name, layer)
+    return name, 1 if axis in PER_HEAD else dense.channels(name, layer, head_dim)
 
 
-def kept_indices(axis: Axis, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
-    """Return the kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them."""
+def kept_indices(
+    axis: Axis, layer: LayerPlan | None, plan: PrunePlan, head_dim: str = HEAD_DIM
+) -> tuple[int, ...] | None:
+    """Return the kept channels along ``axis`` (heads expanded to head x head_dim channels); None = all of them.
+
+    Args:
+        axis: of a table.
+        layer: the kept parts of a layer; None outside the layers.
+        plan: the kept parts of the model.
+        head_dim: as in :class:`Row`.
+    """
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
     if layer is None or axis in SHARED_AXES:
         return None
-    name, width = _unit_of(axis, plan.dense, layer.index)
+    name, width = _unit_of(axis, plan.dense, layer.index, head_dim)
     units = layer.units(name)
     if len(units) == plan.dense.units(name, layer.index):
         return None
@@ -577,7 +609,7 @@ def kept_positions(row: Row, layer: LayerPlan | None, plan: PrunePlan) -> list[t
 
 def _kept_along(axes: tuple[Axis, ...], row: Row, layer: LayerPlan | None, plan: PrunePlan) -> tuple[int, ...] | None:
     """Return the kept positions along a dimension of a row that counts these axes."""
-    kept = [kept_indices(axis, layer, plan) for axis in axes]
+    kept = [kept_indices(axis, layer, plan, row.head_dim) for axis in axes]
     if len(kept) == 1 or layer is None or all(indices is None for indices in kept):
         return kept[0]
     positions: list[int] = []
@@ -628,7 +660,7 @@ def fused_parts(row: Row, dense: Sizes, layer: int) -> tuple[FusedPart, ...]:
         groups = dense.units("kv_heads" if "heads" in axes else axes[0], layer)
     elif row.by_head:
         groups = dense.units("query_heads", layer)
-    lengths = [axis_width(axis, dense, layer) // groups for axis in axes]
+    lengths = [axis_width(axis, dense, layer, row.head_dim) // groups for axis in axes]
     return tuple(
         FusedPart(groups, sum(lengths), sum(lengths[:number]), length) for number, length in enumerate(lengths)
     )

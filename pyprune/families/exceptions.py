@@ -13,18 +13,7 @@ REFUSED = {
     "zaya": "its layers hand states of their routers to the next layer",
 }
 """Types without a table that do not keep the contract of whole layers, with the reason."""
-_LATENT: dict[str, Any] = {
-    "q_lora_rank": 20,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 11,
-}
 TINY: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
-        _LATENT | {"head_dim": 8, "num_key_value_heads": 6},
-    ),
     "lfm2": {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False},
     "mamba": {"state_size": 8, "time_step_rank": 5},
     "mamba2": {"num_heads": 4, "head_dim": 31, "n_groups": 2, "state_size": 8},

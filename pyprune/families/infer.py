@@ -42,6 +42,13 @@ from pyprune.families.common import (
     width_obstacle,
 )
 from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY
+from pyprune.families.latent import (
+    HEAD_FIELDS,
+    latent_channels,
+    tiny_head_dims,
+    tiny_latent_values,
+    tiny_latent_widths,
+)
 from pyprune.families.mixtures import (
     MIXTURE,
     SHARED_WIDTH,
@@ -272,7 +279,7 @@ def _infer(model_type: str) -> Family:
         _Obstacle: it is not a dense decoder whose parts can be told apart.
     """
     rule, facts = _first_that_builds(model_type)
-    refused: dict[str, tuple[bool, str]] = {}
+    refused: dict[str, tuple[bool | None, str]] = {}
     for name, value in _switches(model_type, rule):
         try:
             _merge(facts, _facts_of(_config(model_type, rule, **{name: value}), rule))
@@ -305,6 +312,7 @@ def _infer(model_type: str) -> Family:
         layers_path=facts.layers_path,
         attention_module=facts.modules.get("attention", ("",))[0],
         mlp_modules=facts.modules.get("mlp", ()),
+        head_fields=HEAD_FIELDS if latent_channels(config) and "attention" in facts.modules else {},
         inner_from_hidden=bool(facts.shut) and _inner_depends_on_hidden(model_type, rule, facts),
         layer_lists=lists,
         other_lists=others,
@@ -372,7 +380,8 @@ def _config(model_type: str, rule: str, layers: int = LAYERS, **values: Any) -> 
 
 def _tiny_sizes(model_type: str, rule: str, layers: int) -> dict[str, Any]:
     mixture = tiny_mixture_values(_fields(model_type), layers, HIDDEN[rule])
-    return tiny_values(rule, layers) | mixture | own_values(model_type, layers)
+    latent = tiny_latent_values(_fields(model_type), HEADS)
+    return tiny_values(rule, layers) | mixture | latent | own_values(model_type, layers)
 
 
 @cache
@@ -395,14 +404,28 @@ def _mixture(model_type: str, facts: _Facts) -> dict[str, Any]:
     return mixture_values(_fields(model_type), axes, dict(sorted(facts.blocks().items())))
 
 
-def _switches(model_type: str, rule: str) -> Iterator[tuple[str, bool]]:
-    """Yield the switches of a configuration class that all configurations do not have, and their other values."""
+def _switches(model_type: str, rule: str) -> Iterator[tuple[str, Any]]:
+    """Yield the switches of a configuration class that all configurations do not have, and their other values.
+
+    A rank is one that can be None: queries are then projected at once, and not by way of it.
+    """
     from transformers import PretrainedConfig
 
     shared = {*PretrainedConfig().to_dict(), "use_cache", "tie_word_embeddings"}
     for name, value in _config(model_type, rule).to_dict().items():
         if isinstance(value, bool) and name not in shared:
             yield name, not value
+        elif name == "q_lora_rank" and _can_be(model_type, rule, name, None):
+            yield name, None
+
+
+def _can_be(model_type: str, rule: str, name: str, value: Any) -> bool:
+    """Return whether a configuration class takes a value of a field."""
+    try:
+        _config(model_type, rule, **{name: value})
+    except _Obstacle:
+        return False
+    return True
 
 
 def _merge(facts: _Facts, other: _Facts) -> None:
@@ -492,6 +515,9 @@ def _add_row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> No
         start = f"{facts.start(kind)}{module}."
         facts.rows = {pattern: row for pattern, row in facts.rows.items() if not pattern.startswith(start)}
         return
+    if latent_channels(model.config):
+        sizes = tiny_head_dims(HEADS)
+        row = replace(row, head_dim=next((sizes[n] for n in shape if n in sizes), row.head_dim))
     if facts.rows.setdefault(row.pattern, row) != row:
         raise _Obstacle(f"{name} has the shape {shape}, other than in other layers")
 
@@ -504,7 +530,10 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
     if re.search(r"\.\d+(\.|\Z)", inside or name):
         raise _Obstacle(f"{name} is one of several modules in a list")
     mixture = kind == MIXTURE
-    axes = _axes(name, shape, model.config.hidden_size, _WIDTHS | TINY_WIDTHS if mixture else _WIDTHS)
+    widths = _WIDTHS | TINY_WIDTHS if mixture else _WIDTHS
+    if latent_channels(model.config):
+        widths = widths | tiny_latent_widths(HEADS)
+    axes = _axes(name, shape, model.config.hidden_size, widths)
     if not inside:
         return _outer_row(model, pattern, module, axes)
     if "experts" in axes and len(axes) > 1 and pattern.rpartition(".")[0].endswith("experts"):
@@ -520,9 +549,10 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
         if other in _BLOCK_OF and (axes[1] == "hidden" or other in ("heads", "ffn", "shared_ffn")):
             role = "reader" if axes[1] == "hidden" else "writer"
             return Row(pattern, axes, role, _BLOCK_OF[other], by_head=other == ("heads", "heads"))
-        if mixture and axes == ("inner", "hidden"):  # the gate of a shared expert
-            return Row(pattern, axes, "reader", "mlp")
-    if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD or "experts" in axes):
+        if axes == ("inner", "hidden") and (mixture or shape[0] > 1):  # the gate of a shared expert, or a latent rank
+            return Row(pattern, axes, "reader", "mlp" if shape[0] == 1 else "attention")
+    expands = axes[1:] == ("inner",) and axes[0] in ("heads", "kv_heads")
+    if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD or "experts" in axes or expands):
         return Row(pattern, axes, "inner", _block_of_module(facts, facts.start(kind) + module.partition(".")[0], axes))
     raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 from pyprune.errors import BudgetError, UnsupportedModelError
 from pyprune.families import Family, Row, family_for
 from pyprune.families.base import Axis
+from pyprune.families.latent import latent_channels
 from pyprune.fit.formats import WeightFormat, align, weight_format
 from pyprune.fit.measured import MeasuredCosts
 from pyprune.fit.quantities import CostModel, Quantity, Widths
@@ -44,6 +45,8 @@ class ExactCosts(CostModel):
         inner: row and dense shape of the parameters of one layer.
         extra: bytes of exported tensors that are no parameters: rotary factors in a GGUF file.
         ranks: of tensor parallelism; each of them holds a KV head, a copy if there are fewer heads than ranks.
+        latent: channels of a token that the cache of latent attention holds, on every rank and whatever the heads;
+            0 = the cache holds keys and values of heads.
     """
 
     family: Family
@@ -54,6 +57,7 @@ class ExactCosts(CostModel):
     inner: tuple[tuple[Row, Shape], ...]
     extra: int = 0
     ranks: int = 1
+    latent: int = 0
 
     @classmethod
     def of(
@@ -95,17 +99,19 @@ class ExactCosts(CostModel):
                 "the cost of a layer does not depend on its widths alone. Start from a dense model."
             )
         widths = [sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size]
+        closed = [shape[-1] for row, shape in inner if row.axes[1:] == ("inner",)]
         if choices is not None:
             widths.append(gcd(choices.ffn_multiple, sizes.head_dim, *choices.hidden))
         return cls(
             family,
             sizes,
-            form.choose_group(widths if plan is None else [common_multiple(plan)]),
+            form.choose_group((widths if plan is None else [common_multiple(plan)]) + closed),
             form.kv_item if kv_item is None else kv_item,
             tuple(outer),
             tuple(inner),
             _rotary_bytes(config, sizes.head_dim) if form.layout == "gguf" else 0,
             ranks,
+            latent_channels(config),
         )
 
     @override
@@ -149,7 +155,7 @@ class ExactCosts(CostModel):
         )
 
     def _shape(self, row: Row, shape: Shape, hidden: int, widths: Widths) -> Shape:
-        head_dim = self.sizes.head_dim
+        head_dim = self.sizes.channels("query_heads", 0, row.head_dim)
         cut: dict[Axis, int] = {
             "hidden": hidden,
             "heads": widths.query_heads * head_dim,
@@ -169,7 +175,8 @@ class ExactCosts(CostModel):
 
     def _cache(self, quantity: Quantity, widths: Widths) -> int:
         heads = max(widths.kv_heads, self.ranks) if widths.kv_heads else 0
-        return 2 * heads * self.sizes.head_dim * self.kv_item * quantity.tokens * quantity.batch
+        channels = self.ranks * self.latent * bool(heads) if self.latent else 2 * heads * self.sizes.head_dim
+        return channels * self.kv_item * quantity.tokens * quantity.batch
 
     def _zero_ffn(self, hidden: int) -> int:
         """Count the bytes of the FFN of zeros that replaces a skipped MLP in a GGUF file."""

@@ -56,7 +56,6 @@ REFUSED: dict[str, str] = {
     "hrm_text": "it has no list of 128 layers, the number that its configuration names",
     "hy_v4": "its layers read the tokens that earlier layers chose (indexer_types)",
     "longcat_flash": "it has no list of 56 layers, the number that its configuration names",
-    "minicpm3": "residual_scale of layer 0 is",
     "minimax": "self_attn.num_hidden_layers of layer 3 is 32",
     "rwkv": "it divides weights and stream by powers of 2 that depend on the index of a layer",
     "xlm": "layer_norm1.11.weight outside the layers",

@@ -78,8 +78,8 @@ CLOSED = (
     "qwen3_5_text",
 )
 """Every type that is inferred with closed blocks; they carry a state along the text, which gathers rounding."""
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
-"""Every type that is inferred with latent attention, which is a closed block."""
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+"""Every type that is inferred with latent attention."""
 INFERRED = (*DENSE, *CLOSED, *LATENT)
 """Every type that is inferred; the contract runs on all of them."""
 NOT_INFERRED = (
@@ -97,7 +97,7 @@ NOT_INFERRED = (
     *("hrm_text", "hy_v4"),
     *("inkling_text", "jamba", "jetmoe", "kimi_linear"),
     *("lfm2_moe", "llama4", "longcat_flash"),
-    *("marian", "mbart", "megatron-bert", "mimo_v2_flash", "minicpm3"),
+    *("marian", "mbart", "megatron-bert", "mimo_v2_flash"),
     *("minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder"),
     *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp"),
     *("openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
@@ -157,7 +157,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Model type -> values of its published models that are not the defaults of its class."""
 
 
-def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
+def tiny_inferred(model_type: str, *, tied: bool = False, **changes: Any) -> PreTrainedModel:
     """A randomised float32 model in eval mode, with every bias that its configuration can switch on, and short windows.
 
     Buffers that a checkpoint holds have other values than their constructors give them.
@@ -165,8 +165,14 @@ def tiny_inferred(model_type: str, *, tied: bool = False) -> PreTrainedModel:
     Args:
         model_type: of :data:`INFERRED`.
         tied: the head shares the embedding's tensor.
+        changes: other values of the configuration.
     """
-    values = tiny_sizes(model_type) | {"vocab_size": VOCAB, "tie_word_embeddings": tied} | VALUES.get(model_type, {})
+    values = (
+        tiny_sizes(model_type)
+        | {"vocab_size": VOCAB, "tie_word_embeddings": tied}
+        | VALUES.get(model_type, {})
+        | changes
+    )
     config = AutoConfig.for_model(model_type, **values).to_dict()
     values |= {name: True for name, value in config.items() if value is False and name.endswith("bias")}
     if config.get("sliding_window"):

@@ -70,7 +70,8 @@ def everything_of(model: PreTrainedModel) -> PrunePlan:
         return plan_of(model, "skipped").with_layer(1, ffn=range(9)).drop_layers([3]).keep_hidden(plan.hidden)
     if "layers" not in closed:
         return plan
-    return plan_of(model, "unequal").with_layer(0, query_heads=[], kv_heads=[]).keep_hidden(plan.hidden)
+    unequal = plan_of(model, "unequal").with_layer(0, query_heads=[], kv_heads=[])
+    return unequal if "hidden" in closed else unequal.keep_hidden(plan.hidden)
 
 
 def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
@@ -255,8 +256,8 @@ def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_
 def test_a_method_chooses_cuts_and_reconstructs(model_type: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
-    # Layers of Doge do not just add to the stream, and the experts of LLaMA 4 read all tokens.
-    preset = {"doge": "wanda-plain", "llama4_text": "taylor"}.get(model_type, "wanda")
+    # Layers of Doge and MiniCPM3 do not just add to the stream, and the experts of LLaMA 4 read all tokens.
+    preset = {"doge": "wanda-plain", "minicpm3": "wanda-plain", "llama4_text": "taylor"}.get(model_type, "wanda")
     axes = ["ffn"] if model_type == "laguna" else ["heads", "ffn"]
     config = build_config(preset=preset, options={"ratio": 0.2, **data, "score.closed_ends": 0, "score.axes": axes})
     result = prune_checkpoint(folder, config, out=tmp_path / "out")
@@ -300,10 +301,10 @@ def test_layers_with_several_values_or_computed_buffers_are_streamed(
 
 
 def test_a_method_on_heads_that_no_layer_has_is_refused(tmp_path: Path) -> None:
-    folder = write_model(tiny_inferred("youtu"), tmp_path / "dense")
+    folder = write_model(tiny_inferred("mamba"), tmp_path / "dense")
     data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
     config = build_config(preset="wanda", options={**data, "score.axes": ["heads"]})
-    with pytest.raises(ConfigError, match=r"score.axes is \['heads'\], of which the open layers of this 'youtu' model"):
+    with pytest.raises(ConfigError, match=r"score.axes is \['heads'\], of which the open layers of this 'mamba' model"):
         prune_checkpoint(folder, config, out=tmp_path / "out")
 
 
@@ -392,7 +393,7 @@ def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
     assert cells["axis hidden"].startswith("closed: its head is tied")
 
 
-@pytest.mark.parametrize(("model_type", "block"), [("youtu", "self_attn"), ("mamba", "mixer")])
+@pytest.mark.parametrize(("model_type", "block"), [("falcon_mamba", "mixer"), ("mamba", "mixer")])
 def test_the_command_says_which_block_closes_the_heads(model_type: str, block: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(model_type), tmp_path / "dense")
     rows = json.loads(run("families", folder, "--json", "-").output)[str(folder)]

@@ -22,6 +22,7 @@ from pyprune.serving.export import export
 from pyprune.serving.gguf.blocks import BLOCKS
 from pyprune.serving.gguf.write import export_gguf
 from pyprune.serving.quantise import SCHEMES
+from tests._support.inferred import tiny_inferred
 from tests._support.llama_cpp import VOCAB, byte_level_tokenizer
 from tests._support.models import TINY, tiny_model
 from tests._support.plans import axis_plans
@@ -95,6 +96,20 @@ def test_the_cache_counts_kv_heads_where_attention_is() -> None:
     assert ExactCosts.of(config, "float32", kv_item=2).predict(Quantity("memory", 100, 3), skipped) - weights == (
         5 * 2 * 16 * 2 * 300
     )
+
+
+def test_latent_attention_is_counted_with_a_cache_that_does_not_know_heads(tmp_path: Path) -> None:
+    model = tiny_inferred("youtu")
+    plan, shapes = axis_plans(_identity(model))["everything"], parameter_shapes(model)
+    assert ExactCosts.of(model.config).predict(PARAMETERS, plan) == parameters_after(family_for(model), shapes, plan)
+    costs = ExactCosts.of(model.config, "float32", ranks=2)
+    weights = costs.predict(Quantity("memory", 0), plan)
+    # A rank of 14 and 8 rotated channels for all heads, 4 bytes each, on both ranks of every layer with attention.
+    layers = sum(layer.keeps("attention") for layer in plan.layers)
+    assert costs.predict(Quantity("memory", 100, 3), plan) - weights == layers * 2 * (14 + 8) * 4 * 300
+    compact_(model, plan)
+    folder = save_checkpoint(model, None, tmp_path / "cut", plan=plan, provenance={}, dtype="float32")
+    assert weights == _stored_bytes(folder)
 
 
 def test_ranks_that_hold_the_same_kv_head_each_have_a_cache_of_it() -> None:

@@ -74,6 +74,7 @@ def test_layers_of_a_deep_model_are_read_by_their_numbers(tmp_path: Path) -> Non
     for config in (written, model.config.to_dict()):
         assert layer_widths(config) == [layer.widths for layer in plan.layers]
     assert draft_obstacle(layer_widths(written))
+    assert token_bytes({**written, "kv_lora_rank": 8}, "bfloat16") == 0
     assert token_bytes(written, "bfloat16") == 4 * plan.dense.head_dim * sum(len(x.kv_heads) for x in plan.layers)
 
 

@@ -70,7 +70,7 @@ class OpenUnits:
 
     Attributes:
         dense: the dense sizes.
-        axes: the open axes, without those of which the open layers have nothing (heads of latent attention).
+        axes: the open axes, without those of which the open layers have nothing (heads of Mamba).
         layers: the layers whose heads and FFN are open, ascending. The hidden axis runs through every layer.
         whole_groups: KV heads are removed together with their query heads; otherwise only query heads are removed.
     """
@@ -187,7 +187,8 @@ class StructureScores:
         """
         module = param.name.rpartition(".")[0]
         for projection, dim, (layer, axis) in self.scope.dims(param.row, param.layer):
-            size = 1 if layer is None else self.scope.dense.channels(PLAN_AXES.get(axis, axis), layer)
+            name = PLAN_AXES.get(axis, axis)
+            size = 1 if layer is None else self.scope.dense.channels(name, layer, param.row.head_dim)
             part = projection.of(factor)
             other = torch.ones_like(part) if weight is None else projection.of(weight)
             values = group_importance(part, other, dim, size, signed=signed)  # float64 products and sums
