@@ -39,6 +39,7 @@ from pyprune.checkpoint.stored import StoredModel, unknown_name
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.families import find_family, parameter_shapes
+from pyprune.families.base import is_mixture
 from pyprune.modeling.configuration import PrunedConfigMixin
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
@@ -233,7 +234,7 @@ class ModelSource:
             return None
         if family.layers_alone:
             return f"{family.model_type!r} models have no table of their parameters"
-        if family.mixture_fields:
+        if family.mixture_fields and any(map(is_mixture, family.layer_kinds(load_config(str(self.folder))))):
             return f"the files of {family.model_type!r} models hold one tensor for each expert"
         if family.stored_buffers:
             return f"the files of {family.model_type!r} models hold buffers, which no table describes"

@@ -13,6 +13,7 @@ configuration. A stock architecture that ``stock_targets`` of pyprune.families n
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -87,14 +88,15 @@ def compensate_(
     skipped += sum(len(plan.dense.blocks(index)) for index in plan.removed_layers)
     if not losing:
         return CompensationReport(0, skipped, 0, 0)
-    names = {place: _output_name(family, *place) for place in losing}
+    kinds = plan.dense.layers
+    names = {place: _output_name(family, *place, kinds) for place in losing}
     # A model in memory runs as a whole; layers that are stored elsewhere run one by one.
     moments = gather_moments(model, samples, inputs=names.values(), batch_size=batch_size)
     added_names = _add_output_biases_(runner)
-    kept = {_output_name(family, *place) for place, lost in removed.items() if lost is not None}
+    kept = {_output_name(family, *place, kinds) for place, lost in removed.items() if lost is not None}
     added = len(added_names & kept) * len(plan.hidden)
     for place, lost in losing.items():
-        index, name = place[0], family.output_projection(place[1])
+        index, name = place[0], family.output_projection(place[1], kinds)
         with runner.layer(index) as layer:
             _add_lost_mean(cast(nn.Linear, layer.get_submodule(name)), lost, moments[names[place]].mean)
             runner.keep(index, [f"{name}.bias"])
@@ -116,7 +118,7 @@ def _lost_inputs(layer: LayerPlan, block: Block, plan: PrunePlan, family: Family
         return None
     if layer.is_whole(block, plan.dense):
         return []
-    _, (axis,) = family.output_row(block).dimensions
+    _, (axis,) = family.output_row(block, plan.dense.layers).dimensions
     kept = kept_indices(axis, layer, plan)
     return [] if kept is None else sorted(set(range(axis_width(axis, plan.dense, layer.index))) - set(kept))
 
@@ -145,8 +147,8 @@ def _add_output_biases_(runner: LayerRunner) -> set[str]:
     return set(missing)
 
 
-def _output_name(family: Family, index: int, block: Block) -> str:
-    return f"{family.layers_path}.{index}.{family.output_projection(block)}"
+def _output_name(family: Family, index: int, block: Block, kinds: Collection[str]) -> str:
+    return f"{family.layers_path}.{index}.{family.output_projection(block, kinds)}"
 
 
 def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Target:
@@ -179,8 +181,9 @@ def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConf
 
 def _projections_without_bias(model: PreTrainedModel, family: Family) -> dict[str, nn.Linear]:
     """Return the output projections without a bias, by name."""
+    kinds = family.layer_kinds(model.config)
     layers = enumerate(family.blocks_of_layers(model.config))
-    names = [_output_name(family, index, block) for index, blocks in layers for block in blocks]
+    names = [_output_name(family, index, block, kinds) for index, blocks in layers for block in blocks]
     projections = {name: cast(nn.Linear, model.get_submodule(name)) for name in names}
     missing = {name: module for name, module in projections.items() if module.bias is None}
     if missing and not family.carries_output_bias:

@@ -120,9 +120,8 @@ def family_of_config(config: PretrainedConfig, why: str) -> Family:
         layers_alone=why,
         closed=dict.fromkeys(("hidden", "heads", "ffn"), "the type has no table of its parameters"),
         plan_obstacle=partial(_plan_obstacle, path),
-        refuse=_variant_obstacle,
         gguf="the type has no table of its parameters.",
-        **EXCEPTIONS.get(config.model_type, {}),
+        **EXCEPTIONS.get(config.model_type, {}) | {"refuse": _variant_obstacle},
     )
     count = config.num_hidden_layers
     for removed in (count - 1, 1):  # a last layer may be of a kind of its own

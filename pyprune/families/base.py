@@ -8,7 +8,7 @@ No torch is imported: a table also describes a model whose weights are not in me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -36,6 +36,8 @@ Block = str
 """Name of a block of a layer, a key of :attr:`Family.kinds`."""
 BLOCKS: tuple[Block, ...] = ("attention", "mlp")
 """The blocks of a usual decoder layer, in the order in which it runs them. They can be removed without their layer."""
+MIXTURE = "mixture"
+"""The last word of a kind of layers whose MLP is a mixture of experts; the only word if all mixers are alike."""
 KINDS: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = {DECODER: {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)}}
 """The kinds of layers of a usual decoder: kind -> block -> axes that it owns."""
 NO_LISTS = ("architectures", "mlp_only_layers", "moe_layers")
@@ -217,6 +219,11 @@ def _unknown_lists(config: PretrainedConfig, known: tuple[str, ...]) -> Iterator
             yield name
 
 
+def is_mixture(kind: str) -> bool:
+    """Return whether the MLP of a kind of layers is a mixture of experts."""
+    return kind.rpartition("_")[2] == MIXTURE
+
+
 def alike_layers(config: PretrainedConfig) -> tuple[str, ...]:
     """Return the kind of every layer of a model whose layers are alike."""
     return (DECODER,) * int(config.num_hidden_layers)
@@ -247,7 +254,7 @@ class Family:
         layers_path: dotted path of the ModuleList of decoder layers.
         attention_module: name of the attention module inside a layer.
         mlp_modules: names of the modules inside a layer that make up its MLP, in order.
-        pair_modules: names of the classes among those that return their output and something else.
+        more_values: class of a block's module -> how many values it returns besides its output; none if it is missing.
         kinds: kind of layer -> its blocks in the order in which it runs them -> the axes that each block owns. A block
             without axes is closed: it is kept whole, and is removed only with its layer.
         layer_kinds: (config) -> kind of every layer.
@@ -274,6 +281,7 @@ class Family:
         layer_values: how many values a layer returns in a tuple, the stream first; 0 = the stream alone.
         needs_positions: the class numbers tokens after cached ones from 0, unless positions are given, as generation
             gives them.
+        needs_mask: layers read the mask of attention, also one that only hides later positions.
         hidden_fields: the config fields that hold the hidden size.
         layer_lists: the config fields with a value for each layer, which are sliced with the layers.
         index_lists: the config fields with indices of layers, which are renumbered.
@@ -305,7 +313,7 @@ class Family:
     layers_path: str = "model.layers"
     attention_module: str = "self_attn"
     mlp_modules: tuple[str, ...] = ("mlp",)
-    pair_modules: tuple[str, ...] = ()
+    more_values: Mapping[str, int] = field(default_factory=dict, hash=False)
     kinds: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = field(default_factory=lambda: KINDS, hash=False)
     layer_kinds: Callable[[PretrainedConfig], tuple[str, ...]] = alike_layers
     block_sizes: Callable[[Family, PretrainedConfig, str], Mapping[Block, BlockSizes]] = decoder_blocks
@@ -324,6 +332,7 @@ class Family:
     inner_from_hidden: bool = False
     layer_values: int = 0
     needs_positions: bool = False
+    needs_mask: bool = False
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     layer_lists: tuple[str, ...] = ("layer_types",)
     index_lists: tuple[str, ...] = ()
@@ -391,7 +400,7 @@ class Family:
 
     def width_fields(self, kind: str) -> Mapping[Axis, str]:
         """Return axis -> the config field that holds its width, of the MLP of a kind of layers."""
-        return {"ffn": self.intermediate_field} if kind == DECODER or not self.mixture_fields else self.mixture_fields
+        return self.mixture_fields if is_mixture(kind) else {"ffn": self.intermediate_field}
 
     @property
     def pruned_config(self) -> str:
@@ -494,16 +503,22 @@ class Family:
             if row.block == block and row.is_norm_weight and row.kind in (None, kind)
         )
 
-    def output_row(self, block: Block) -> Row:
+    def output_row(self, block: Block, kinds: Collection[str] = ()) -> Row:
         """Return the row of the matrix [hidden, axis] through which ``block`` writes to the stream.
+
+        Args:
+            block: of any layer.
+            kinds: of the layers of the model; () = all kinds of the family.
 
         Raises:
             UnsupportedModelError: it has none, or several, or it is a mixture of experts.
         """
+        kinds = kinds or self.kinds
         if block == "mlp":
-            self.refuse_experts("this step")
+            self.refuse_experts("this step", kinds)
         writers = (row for row in self.rows if row.role == "writer" and row.block == block and len(row.axes) > 1)
-        rows = {row.pattern: row for row in writers}  # once, although layers of several kinds may have it
+        # Once, although layers of several kinds may have it.
+        rows = {row.pattern: row for row in writers if row.kind is None or row.kind in kinds}
         if len(rows) != 1:
             raise UnsupportedModelError(
                 f"The block {block!r} of {self.model_type!r} writes to the stream through {len(rows)} matrices, "
@@ -511,31 +526,36 @@ class Family:
             )
         return next(iter(rows.values()))
 
-    def refuse_experts(self, reader: str) -> None:
+    def refuse_experts(self, reader: str, kinds: Iterable[str]) -> None:
         """Refuse a step that reads linear modules only, for models with mixtures of experts.
 
         Args:
             reader: the step, as the subject of a sentence.
+            kinds: of the layers of the model.
 
         Raises:
-            UnsupportedModelError: the family has mixtures of experts.
+            UnsupportedModelError: one of the kinds has a mixture of experts.
         """
-        if self.mixture_fields:
+        if any(map(is_mixture, kinds)):
             raise UnsupportedModelError(
                 f"{reader[0].upper()}{reader[1:]} reads linear modules, and the experts of {self.model_type!r} models "
                 "are none. Choose the method wanda, magnitude or taylor, or one that removes whole layers (last)."
             )
 
-    def output_projection(self, block: Block) -> str:
+    def output_projection(self, block: Block, kinds: Collection[str] = ()) -> str:
         """Return the name inside a layer of the linear module of :meth:`output_row`."""
-        return self.output_row(block).pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
+        return self.output_row(block, kinds).pattern.removeprefix(f"{self.layers_path}.{{i}}.").removesuffix(".weight")
 
     def blocks_of_layers(self, config: PretrainedConfig) -> list[tuple[Block, ...]]:
         """Return the blocks of every layer, in the order in which it runs them; of a cut model those of its layers."""
         return [tuple(self.kinds[kind]) for kind in self.layer_kinds(config)]
 
-    def block_modules(self, block: Block) -> tuple[str, ...]:
+    def block_modules(self, block: Block, layer: nn.Module | None = None) -> tuple[str, ...]:
         """Return the names of the modules inside a layer that make up ``block``, in order.
+
+        Args:
+            block: of the layer.
+            layer: which may lack some of the modules that other layers have; None = any.
 
         Raises:
             UnsupportedModelError: the block cannot be left out without its layer.
@@ -545,7 +565,8 @@ class Family:
                 f"The block {block!r} of {self.model_type!r} can only be left out with its whole layer. "
                 "Choose a method that removes layers."
             )
-        return (self.attention_module,) if block == "attention" else self.mlp_modules
+        names = (self.attention_module,) if block == "attention" else self.mlp_modules
+        return tuple(name for name in names if layer is None or getattr(layer, name) is not None)
 
     def plan(self, config: PretrainedConfig) -> PrunePlan:
         """Return the identity plan of a model with this configuration."""

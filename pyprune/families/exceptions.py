@@ -13,18 +13,28 @@ REFUSED = {
     "zaya": "its layers hand states of their routers to the next layer",
 }
 """Types without a table that do not keep the contract of whole layers, with the reason."""
+_QWEN: dict[str, Any] = {
+    "layer_types": ("linear_attention", "full_attention"),
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 TINY: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "layer_types": ("linear_attention", "full_attention"),
+        "mlp_layer_types": ("dense", "dense", "sparse", "sparse"),
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+    },
+    "lfm2_moe": {"layer_types": ("conv", "full_attention")},
     "lfm2": {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False},
     "mamba": {"state_size": 8, "time_step_rank": 5},
     "mamba2": {"num_heads": 4, "head_dim": 31, "n_groups": 2, "state_size": 8},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 5},
-    "qwen3_5_text": {
-        "layer_types": ("linear_attention", "full_attention"),
-        "linear_key_head_dim": 10,
-        "linear_value_head_dim": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+    "qwen3_next": _QWEN | {"mlp_only_layers": [0, 1]},
     "olmo_hybrid": {"layer_types": ("linear_attention", "full_attention")},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 14, "mamba_d_ssm": 56, "mamba_d_state": 8},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_state": 8},
@@ -32,12 +42,9 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ("linear_attention", "full_attention"),
         "mamba_n_heads": 4,
         "mamba_d_state": 8,
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "shared_intermediate_size": 46,
     },
     "nemotron_h": {
-        "layers_block_type": ("linear_attention", "full_attention", "mlp"),
+        "layers_block_type": ("linear_attention", "full_attention", "mlp", "moe"),
         "mamba_num_heads": 4,
         "mamba_head_dim": 14,
         "ssm_state_size": 8,
@@ -47,6 +54,10 @@ TINY: dict[str, dict[str, Any]] = {
 """Type that may have closed blocks -> values of its tiny model, so that sizes inside them differ from all others.
 
 A tuple is a value for each layer, in turn."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 46},
+}
+"""Type -> values of a second tiny model, whose layers are of other kinds."""
 
 
 def _plain_lfm2(config: Any) -> dict[str, Any]:
@@ -58,16 +69,24 @@ def _plain_lfm2(config: Any) -> dict[str, Any]:
     return {"intermediate_size": -(-width // multiple) * multiple, "block_auto_adjust_ff_dim": False}
 
 
-def _refuse_experts(config: Any) -> str | None:
-    return "it has experts, of which no row is known" if config.num_local_experts else None
+def _refuse_shared_tokens(config: Any) -> str | None:
+    shares = "shared" in config.indexer_types
+    return "its layers read the tokens that earlier layers chose (indexer_types)." if shares else None
+
+
+def _refuse_latent_experts(config: Any) -> str | None:
+    latent = config.moe_latent_size
+    return "its experts read and write a latent space (moe_latent_size), of which no row is known." if latent else None
 
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"needs_positions": True},
     "gemma": {"begins_with_bos": True},
     "gemma2": {"begins_with_bos": True},
-    "granitemoehybrid": {"intermediate_field": "shared_intermediate_size", "refuse": _refuse_experts},
+    "glm_moe_dsa": {"refuse": _refuse_shared_tokens},
+    "granitemoehybrid": {"intermediate_field": "shared_intermediate_size"},
     "lfm2": {"plain_values": _plain_lfm2, "refused_switches": {}},
+    "nemotron_h": {"refuse": _refuse_latent_experts},
     "recurrent_gemma": {"begins_with_bos": True},
     "vaultgemma": {"begins_with_bos": True},
 }

@@ -7,7 +7,6 @@ its norms normalise: the residual stream in front of a block, or the output of a
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyprune.errors import UnsupportedModelError, shown
 from pyprune.families.base import (
+    MIXTURE,
     Axis,
     Block,
     Dimension,
@@ -30,7 +30,7 @@ from pyprune.families.base import (
     StockClasses,
     StockTarget,
     alike_layers,
-    decoder_blocks,
+    is_mixture,
     renumbered,
 )
 from pyprune.families.common import (
@@ -41,7 +41,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
-from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY
+from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY, VARIANTS
 from pyprune.families.latent import (
     HEAD_FIELDS,
     latent_channels,
@@ -50,17 +50,18 @@ from pyprune.families.latent import (
     tiny_latent_widths,
 )
 from pyprune.families.mixtures import (
-    MIXTURE,
     SHARED_WIDTH,
+    TINY_EXPERTS,
     TINY_WIDTHS,
+    block_sizes,
     kind_values,
-    layer_kinds,
     mixture_values,
+    mlp_kinds,
     rows_obstacle,
     shared_width_obstacle,
     tiny_mixture_values,
 )
-from pyprune.plan import DECODER, BlockSizes, PrunePlan
+from pyprune.plan import DECODER, PrunePlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,6 +101,8 @@ _SHARED: dict[Dimension, Dimension] = {"ffn": "shared_ffn", ("ffn", "ffn"): ("sh
 _PER_HEAD = ("each_head", "each_kv_head")
 WRITTEN_ANEW = ("model_type", "architectures", "_name_or_path", "transformers_version", "quantization_config")
 """Fields of a configuration that describe the checkpoint that it was read from."""
+ANY_MLP = ""
+"""Stands for the MLP of layers whose word tells all."""
 _KIND_FIELDS = ("layer_types", "layers_block_type")
 """Fields of configurations that name the kind of every layer."""
 
@@ -202,7 +205,8 @@ class _Facts:
         layers: kind -> class of its decoder layers.
         layers_path: dotted path of their ModuleList.
         kinds: kind of every layer of the tiny model.
-        kind_of: value in a list of the configuration -> kind of layer; empty if all layers are alike.
+        kind_of: (word in a list of the configuration, its MLP by :func:`mlp_kinds`) -> kind of layer, see
+            :func:`_find_kinds`; empty if all mixers are alike.
         shut: (kind, module of a layer) -> reason why its inside is no axis, so that it is a closed block.
         rows: pattern -> row; the pattern names the kind of layers (:meth:`start`).
         modules: block -> names of the modules of a layer that hold it.
@@ -214,12 +218,22 @@ class _Facts:
     layers: dict[str, type[Any]]
     layers_path: str
     kinds: tuple[str, ...]
-    kind_of: dict[str, str] = field(default_factory=dict)
+    kind_of: dict[tuple[str, str], str] = field(default_factory=dict)
     shut: dict[tuple[str, str], str] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     modules: dict[Block, tuple[str, ...]] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_mixtures(self) -> bool:
+        """Return whether the MLP of any layer is a mixture of experts."""
+        return any(map(is_mixture, self.layers))
+
+    @property
+    def layer_kinds(self) -> Callable[[PretrainedConfig], tuple[str, ...]]:
+        """Return the function that tells the kind of every layer by a configuration."""
+        return partial(_layer_kinds, self.kind_of) if self.kind_of else mlp_kinds if self.has_mixtures else alike_layers
 
     def start(self, kind: str) -> str:
         """Return the beginning of patterns in layers of a kind."""
@@ -227,7 +241,7 @@ class _Facts:
 
     def public(self, reason: str) -> str:
         """Return a reason with patterns as families have them."""
-        for kind in self.kinds:
+        for kind in self.layers:
             reason = reason.replace(self.start(kind), f"{self.layers_path}.{{i}}.")
         return reason
 
@@ -239,7 +253,7 @@ class _Facts:
     def blocks(self) -> dict[str, dict[Block, tuple[Axis, ...]]]:
         """Return kind -> its blocks -> their axes."""
         table: dict[str, dict[Block, tuple[Axis, ...]]] = {}
-        for kind in dict.fromkeys(self.kinds):
+        for kind in sorted(self.layers, key=is_mixture):
             table[kind] = {module: () for other, module in self.shut if other == kind}
             owned = {row.block for row in self.rows.values() if row.pattern.startswith(self.start(kind))}
             table[kind] |= {"attention": ("heads", "kv_heads")} if "attention" in owned else {}
@@ -248,7 +262,7 @@ class _Facts:
 
     def final_rows(self) -> tuple[Row, ...]:
         """Return the rows with patterns of a family; a row has a kind if another row has its pattern."""
-        table, kinds = self.blocks(), tuple(dict.fromkeys(self.kinds))
+        table, kinds = self.blocks(), tuple(self.layers)
         parts: dict[tuple[str, Block | None], list[Row]] = {}
         owned: dict[str, list[tuple[list[str], Row]]] = {}
         for pattern, row in self.rows.items():
@@ -279,12 +293,11 @@ def _infer(model_type: str) -> Family:
         _Obstacle: it is not a dense decoder whose parts can be told apart.
     """
     rule, facts = _first_that_builds(model_type)
-    refused: dict[str, tuple[bool | None, str]] = {}
-    for name, value in _switches(model_type, rule):
-        try:
-            _merge(facts, _facts_of(_config(model_type, rule, **{name: value}), rule))
-        except _Obstacle as obstacle:
-            refused[name] = (value, str(obstacle))
+    refused = _merge_switches(facts, model_type, rule, {})
+    if variant := VARIANTS.get(model_type):
+        other = _facts_of(_config(model_type, rule, **variant), rule)
+        _merge_switches(other, model_type, rule, variant)
+        _merge(facts, other, is_variant=True)
     lists, others, reason = _layer_lists(model_type, rule, facts)
     for name, value in _config(model_type, rule).to_dict().items():
         if name in lists and all(count == HEADS for count in value):
@@ -299,10 +312,10 @@ def _infer(model_type: str) -> Family:
     mixture = _mixture(model_type, facts)
     counts_shared = SHARED_WIDTH in mixture.get("mixture_fields", {}).values()
     stock = StockTarget(model_type, _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared))
-    kinds = {
+    kinds: dict[str, Any] = {
         "kinds": facts.blocks(),
-        "layer_kinds": partial(_kinds_of_layers, facts.kind_of) if facts.kind_of else alike_layers,
-        "block_sizes": _block_sizes,
+        "layer_kinds": facts.layer_kinds,
+        "block_sizes": partial(block_sizes, None),
     }
     family = Family(
         model_type=model_type,
@@ -328,34 +341,31 @@ def _infer(model_type: str) -> Family:
     return replace(family, **EXCEPTIONS.get(model_type, {}))
 
 
-def _kinds_of_layers(kind_of: Mapping[str, str], config: PretrainedConfig) -> tuple[str, ...]:
-    """Return the kind of every layer by the list of a configuration.
+def _layer_kinds(kind_of: Mapping[tuple[str, str], str], config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the kind of every layer by the word for its mixer in a configuration, and by its MLP.
 
     Raises:
-        UnsupportedModelError: the list has a word that the tiny model did not have.
+        UnsupportedModelError: the tiny model had no such layer.
     """
-    words = _layer_words(config)
-    unknown = next((word for word in words if word not in kind_of), None)
-    if unknown is not None:
-        raise UnsupportedModelError(
-            f"pyprune knows no layers of the kind {shown(unknown)} in {config.model_type!r} models, but only "
-            f"{', '.join(kind_of)}. Prune another model of this type."
-        )
-    return tuple(kind_of[word] for word in words)
+    pairs = list(zip(_layer_words(config), mlp_kinds(config), strict=False))
+    kinds = [kind_of.get(pair) or kind_of.get((pair[0], ANY_MLP)) for pair in pairs]
+    for kind, (word, mlp) in zip(kinds, pairs, strict=True):
+        if kind is None:
+            raise UnsupportedModelError(
+                f"pyprune knows no layers of the kind {shown(_kind_name(word, mlp))} in {config.model_type!r} models, "
+                f"but only {', '.join(dict.fromkeys(kind_of.values()))}. Prune another model of this type."
+            )
+    return tuple(kind for kind in kinds if kind)
+
+
+def _kind_name(word: str, mlp: str) -> str:
+    """Return the name of the layers whose mixer has this word, with a mixture of experts or without."""
+    return f"{word}_{MIXTURE}" if mlp == MIXTURE else word
 
 
 def _layer_words(config: PretrainedConfig) -> list[str]:
     lists = (getattr(config, name, None) for name in _KIND_FIELDS)
     return next((list(words) for words in lists if isinstance(words, list | tuple)), [])
-
-
-def _block_sizes(family: Family, config: PretrainedConfig, kind: str) -> dict[Block, BlockSizes]:
-    """Return the sizes of the blocks of a kind; closed ones have none."""
-    blocks = family.kinds[kind]
-    plain = copy.copy(config)
-    vars(plain).update(family.plain_values(config))
-    usual = decoder_blocks(family, plain, kind) if any(blocks.values()) else {}
-    return {block: usual.get(block, BlockSizes()) for block in blocks}
 
 
 def _first_that_builds(model_type: str) -> tuple[str, _Facts]:
@@ -398,10 +408,10 @@ def _fields(model_type: str) -> frozenset[str]:
 
 def _mixture(model_type: str, facts: _Facts) -> dict[str, Any]:
     """Return values of fields of :class:`Family` for a type with mixtures of experts; {} for another."""
-    if MIXTURE not in facts.kinds:
+    if not facts.has_mixtures:
         return {}
     axes = {axis for row in facts.rows.values() for dimension in row.dimensions for axis in dimension}
-    return mixture_values(_fields(model_type), axes, dict(sorted(facts.blocks().items())))
+    return mixture_values(_fields(model_type), axes, facts.blocks())
 
 
 def _switches(model_type: str, rule: str) -> Iterator[tuple[str, Any]]:
@@ -428,13 +438,41 @@ def _can_be(model_type: str, rule: str, name: str, value: Any) -> bool:
     return True
 
 
-def _merge(facts: _Facts, other: _Facts) -> None:
-    """Add the rows of another configuration of the same class; refuse one whose parts mean something else."""
+def _merge_switches(
+    facts: _Facts, model_type: str, rule: str, values: Mapping[str, Any]
+) -> dict[str, tuple[bool | None, str]]:
+    """Add the rows of a tiny model with each switch turned; return those that are refused, with value and reason."""
+    refused: dict[str, tuple[bool | None, str]] = {}
+    for name, value in _switches(model_type, rule):
+        try:
+            _merge(facts, _facts_of(_config(model_type, rule, **values, **{name: value}), rule))
+        except _Obstacle as obstacle:
+            refused[name] = (value, str(obstacle))
+    return refused
+
+
+def _merge(facts: _Facts, other: _Facts, *, is_variant: bool = False) -> None:
+    """Add the rows of another configuration of the same class; refuse one whose parts mean something else.
+
+    Args:
+        facts: changed.
+        other: of the other configuration.
+        is_variant: it has other kinds of layers, and may lack a module of those that hold a block.
+    """
     for pattern, row in other.rows.items():
         if facts.rows.get(pattern, row) != row:
             raise _Obstacle(f"{pattern} then has another meaning")
-    if (facts.flags, facts.modules, facts.blocks()) != (other.flags, other.modules, other.blocks()):
+    modules, blocks = dict(other.modules), other.blocks()
+    if is_variant:
+        modules |= {block: names for block, names in facts.modules.items() if {*names} >= {*modules.get(block, names)}}
+        blocks |= facts.blocks()
+    buffers = "stored_buffers"
+    facts.flags[buffers] = other.flags[buffers] = facts.flags[buffers] or other.flags[buffers]
+    if (facts.flags, facts.modules, facts.blocks() | blocks) != (other.flags, modules, blocks):
         raise _Obstacle("its norms, its embedding or its blocks are then of another kind")
+    facts.layers |= other.layers
+    facts.shut |= other.shut
+    facts.kind_of |= other.kind_of
     facts.rows |= other.rows
     facts.closed |= other.closed
 
@@ -448,13 +486,7 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
         raise
     except Exception as error:  # the constructor of any model class
         raise _Obstacle(f"its tiny model cannot be built: {shown(error)}") from error
-    kind_of = _find_kinds(config, layers) if config.model_type in TINY else {}
-    if kind_of:
-        kinds = tuple(kind_of[word] for word in _layer_words(config))
-    else:
-        kinds = tuple(MIXTURE if _has_experts(layer) else DECODER for layer in layers)
-    if MIXTURE in kinds and kinds != layer_kinds(config):
-        raise _Obstacle(f"its layers are {', '.join(kinds)}, which no known field of its configuration names")
+    kinds, kind_of = _find_kinds(config, layers)
     classes = {kind: type(layer) for kind, layer in zip(kinds, layers, strict=True)}
     facts = _Facts(type(model), classes, path, kinds, kind_of)
     for name, parameter in model.named_parameters():
@@ -478,26 +510,31 @@ def _find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _has_experts(layer: nn.Module) -> bool:
-    """Return whether a layer has a parameter with matrices of several experts; those of convolutions look alike."""
-    from torch import nn
-
-    modules = (module for module in layer.modules() if not isinstance(module, nn.Conv1d))
-    return any(p.ndim == 3 for module in modules for p in module.parameters(recurse=False))
+    """Return whether a layer has a parameter with matrices of several experts."""
+    return any(p.ndim == 3 and p.shape[0] == TINY_EXPERTS for p in layer.parameters())
 
 
-def _find_kinds(config: PretrainedConfig, layers: nn.ModuleList) -> dict[str, str]:
-    """Return word in a list of the configuration -> kind of layer; empty if all layers have the same parameters."""
+def _find_kinds(config: PretrainedConfig, layers: nn.ModuleList) -> tuple[tuple[str, ...], dict[tuple[str, str], str]]:
+    """Return the kind of every layer, and what tells it.
+
+    A kind is what the mixer is and what the MLP is. The configuration has a word for the mixer, and :func:`mlp_kinds`
+    tells the MLP. Where the word alone tells it (a layer of one block), :data:`ANY_MLP` stands for the MLP. Words whose
+    layers have the same parameters are one kind.
+    """
     shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
-    words, kind_of = _layer_words(config), dict[str, str]()
-    if len(words) != len(layers) or all(shape == shapes[0] for shape in shapes):
-        return kind_of
-    first_of: dict[str, int] = {}
-    for word, shape in zip(words, shapes, strict=True):
-        first = shapes.index(shape)
-        if first_of.setdefault(word, first) != first:
+    built = tuple(MIXTURE if _has_experts(layer) else DECODER for layer in layers)
+    words, rule = _layer_words(config), mlp_kinds(config)
+    alike = all(shape == shapes[built.index(mlp)] for shape, mlp in zip(shapes, built, strict=True))
+    if config.model_type not in TINY or len(words) != len(layers) or alike:
+        if MIXTURE in built and built != rule:
+            raise _Obstacle(f"its layers are {', '.join(built)}, which no known field of its configuration names")
+        return built, {}
+    kinds = tuple(_kind_name(words[shapes.index(shape)], mlp) for shape, mlp in zip(shapes, built, strict=True))
+    kind_of: dict[tuple[str, str], str] = {}
+    for kind, word, mlp, named in zip(kinds, words, built, rule, strict=True):
+        if kind_of.setdefault((word, mlp if mlp == named else ANY_MLP), kind) != kind:
             raise _Obstacle(f"its layers of the kind {word!r} have different parameters")
-        kind_of[word] = words[first]
-    return kind_of
+    return kinds, kind_of
 
 
 def _add_row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> None:
@@ -529,7 +566,7 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
     module = (inside or name).rpartition(".")[0]
     if re.search(r"\.\d+(\.|\Z)", inside or name):
         raise _Obstacle(f"{name} is one of several modules in a list")
-    mixture = kind == MIXTURE
+    mixture = is_mixture(kind)
     widths = _WIDTHS | TINY_WIDTHS if mixture else _WIDTHS
     if latent_channels(model.config):
         widths = widths | tiny_latent_widths(HEADS)
@@ -551,7 +588,7 @@ def _row(facts: _Facts, model: Any, name: str, shape: tuple[int, ...]) -> Row:
             return Row(pattern, axes, role, _BLOCK_OF[other], by_head=other == ("heads", "heads"))
         if axes == ("inner", "hidden") and (mixture or shape[0] > 1):  # the gate of a shared expert, or a latent rank
             return Row(pattern, axes, "reader", "mlp" if shape[0] == 1 else "attention")
-    expands = axes[1:] == ("inner",) and axes[0] in ("heads", "kv_heads")
+    expands = axes[1:] == ("inner",) and axes[0] in ("heads", "kv_heads", "inner")
     if "hidden" not in axes and (len(axes) == 1 or axes[0] in _PER_HEAD or "experts" in axes or expands):
         return Row(pattern, axes, "inner", _block_of_module(facts, facts.start(kind) + module.partition(".")[0], axes))
     raise _Obstacle(f"{name} of the shape {shape} ({' x '.join(map(str, axes))}) is none of the known projections")
@@ -644,25 +681,27 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
     from transformers import AutoModelForCausalLM
 
     calls: list[_Call] = []
-    pairs: set[str] = set()
+    more: dict[str, int] = {}
     entered: dict[str, tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = {}
     blocks: dict[str, tuple[Tensor, Tensor]] = {}
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False) if _is_norm(module) else ():
             parameter.data += 0.1 * torch.randn_like(parameter)  # no two norms give the same
-        if not list(module.children()) or (MIXTURE in facts.kinds and name.endswith(f".{facts.modules['mlp'][0]}")):
-            module.register_forward_hook(partial(_record, calls, pairs if list(module.children()) else set(), name))
+        if not list(module.children()) or (facts.has_mixtures and name.endswith(f".{facts.modules['mlp'][0]}")):
+            module.register_forward_hook(partial(_record, calls, name))
     layers = model.get_submodule(facts.layers_path)
-    firsts = {kind: layers[facts.kinds.index(kind)] for kind in dict.fromkeys(facts.kinds)}
+    firsts = {kind: layers[facts.kinds.index(kind)] for kind in facts.layers}
     hooks = [
         layer.register_forward_pre_hook(partial(_record_layer, entered, kind), with_kwargs=True)
         for kind, layer in firsts.items()
     ]
     values: set[int] = set()
     hooks += [layer.register_forward_hook(partial(_count_values, values)) for layer in firsts.values()]
+    parts = [part for layer in firsts.values() for part in layer.children()]
+    hooks += [part.register_forward_hook(partial(_count_more, more)) for part in parts]
     for kind, module in facts.shut:
-        record = partial(_record_block, blocks, pairs, kind + module)
+        record = partial(_record_block, blocks, kind + module)
         firsts[kind].get_submodule(module).register_forward_hook(record, with_kwargs=True)
     with torch.no_grad():
         try:
@@ -674,7 +713,9 @@ def _watch_forward(facts: _Facts, config: PretrainedConfig) -> None:
         if len(values) > 1:
             raise _Obstacle("its layers return different numbers of values")
         (facts.flags["layer_values"],) = values
-        facts.flags["pair_modules"] = tuple(sorted(pairs))
+        facts.flags["more_values"] = more
+        calls, blocks = list(calls), dict(blocks)  # of this pass alone
+        facts.flags["needs_mask"] = any(_needs_mask(layer, *entered[kind]) for kind, layer in firsts.items())
         for kind, module in facts.shut:
             if not all(isinstance(end, torch.Tensor) for end in blocks.get(kind + module, (None,))):
                 raise _Obstacle(facts.shut[kind, module])
@@ -696,6 +737,20 @@ def _run_layer(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
     return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
 
+def _needs_mask(layer: nn.Module, stream: Tensor, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Return whether a layer computes something else without a mask that only hides later positions."""
+    import torch
+
+    if keywords.get("attention_mask") is None:
+        return False
+    expected = _run_layer(layer, args, keywords, stream)
+    try:
+        bare = _run_layer(layer, args, keywords | {"attention_mask": None}, stream)
+    except Exception:  # the code of any model class
+        return True
+    return not torch.allclose(bare, expected, atol=1e-5)
+
+
 def _record_layer(entered: dict[str, Any], kind: str, _: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
     """Keep the stream and the other arguments of a layer's call."""
     others = {name: value for name, value in kwargs.items() if args or name != "hidden_states"}
@@ -707,9 +762,14 @@ def _count_values(values: set[int], _: nn.Module, args: tuple[Any, ...], output:
     values.add(len(output) if isinstance(output, tuple) else 0)
 
 
-def _record_block(blocks: dict[str, Any], pairs: set[str], name: str, module: nn.Module, *call: Any) -> None:
+def _count_more(more: dict[str, int], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Keep how many values a module returns besides its output."""
+    if isinstance(output, tuple):
+        more[type(module).__name__] = len(output) - 1
+
+
+def _record_block(blocks: dict[str, Any], name: str, module: nn.Module, *call: Any) -> None:
     args, kwargs, output = call
-    pairs |= {type(module).__name__} if isinstance(output, tuple) else set()
     tensors = args or (kwargs.get("hidden_states"),)
     blocks[name] = tensors[0], output[0] if isinstance(output, tuple) else output
 
@@ -752,14 +812,10 @@ def _add_closed_rows(
         raise _Obstacle(facts.shut[kind, block])
 
 
-def _record(
-    calls: list[_Call], pairs: set[str], name: str, module: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
+def _record(calls: list[_Call], name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     from torch import Tensor
 
-    if isinstance(output, tuple):
-        pairs.add(type(module).__name__)
-        output = output[0]
+    output = output[0] if isinstance(output, tuple) else output
     if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
         calls.append(_Call(name, module, args[0], output))
 
@@ -836,7 +892,7 @@ def _role_of(facts: _Facts, norm: _Call, calls: list[_Call]) -> tuple[Role, Bloc
     blocks: set[Block] = set()
     for call in calls:
         # Experts have no linear module in it.
-        if MIXTURE in facts.kinds and call.name.endswith(f".{facts.modules['mlp'][0]}"):
+        if facts.has_mixtures and call.name.endswith(f".{facts.modules['mlp'][0]}"):
             if _same(norm.input, call.output) or _same(norm.output, call.output):  # behind it, or its last module
                 return "post_norm", "mlp"
             if _same(norm.output, call.input):
@@ -869,6 +925,7 @@ def _check_idle_layer(
         if name in writers:
             nn.init.zeros_(parameter)
         elif parameter.ndim == 1:
+            parameter.add_(1)  # weights of norms were set to zero
             parameter.mul_(1 + 0.1 * torch.arange(len(parameter)) / len(parameter))
     for name, buffer in layer.named_buffers():
         if name in layer.state_dict() and buffer.is_floating_point():
@@ -959,8 +1016,8 @@ def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, 
     values = plain_values(whole) | {"num_hidden_layers": len(kept)}
     values |= {name: [values[name][i] for i in kept] for name in lists}
     values |= {name: renumbered(values[name], kept) for name in _index_lists(model_type)}
-    if MIXTURE in facts.kinds:
-        values |= kind_values(whole, [layer_kinds(whole)[i] for i in kept])
+    if facts.has_mixtures:
+        values |= kind_values(whole, [facts.layer_kinds(whole)[i] for i in kept])
     shorter = type(whole)(**values)
     dense, cut = (_layer_attributes(config, facts) for config in (whole, shorter))
     for new, old in enumerate(kept):
@@ -1003,7 +1060,7 @@ def plain_attributes(layer: nn.Module) -> dict[str, Any]:
 
 def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared: bool) -> Any:
     checks = [output_bias_obstacle(model_type), width_obstacle]
-    checks += [rows_obstacle] * (MIXTURE in facts.kinds) + [shared_width_obstacle] * counts_shared
+    checks += [rows_obstacle] * facts.has_mixtures + [shared_width_obstacle] * counts_shared
     if facts.flags["norm"] == "layer":
         checks.append(tied_head_obstacle)
     if facts.shut and _inner_depends_on_hidden(model_type, rule, facts):
@@ -1086,8 +1143,7 @@ def _build_resized_layer(
         config.hidden_size = config.num_attention_heads * config.head_dim
     else:
         config.hidden_size = getattr(config, "source_hidden_size", None) or hidden
-    kind = layer_kinds(config)[index] if MIXTURE in facts.kinds else DECODER
-    kind = facts.kind_of[_layer_words(config)[index]] if facts.kind_of else kind
+    kind = facts.layer_kinds(config)[index]
     layer_class, start = facts.layers[kind], facts.start(kind)
     # Some classes are told the kind, which others read from the configuration.
     told = "layer_type" in inspect.signature(layer_class.__init__).parameters
@@ -1107,4 +1163,8 @@ def _build_resized_layer(
             owner.normalized_shape = (hidden,)
         elif hasattr(owner, "hidden_dim"):  # routers and experts count the stream's channels so
             owner.hidden_dim = hidden
+    for name in facts.modules.get("mlp", ()):
+        module: Any = getattr(layer, name, None)
+        if hasattr(module, "input_size"):  # the mixtures of Granite count them so
+            module.input_size = hidden
     return layer

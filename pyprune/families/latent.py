@@ -20,13 +20,15 @@ HEAD_FIELDS: Mapping[str, tuple[str, ...]] = {
 """Channels of a head -> the fields whose sum they are: what the output projection reads, the rows of a query, and the
 rows that make a key and a value of the latent rank."""
 _RANKS = {"q_lora_rank": 20, "kv_lora_rank": 14}
+_INDEXER = {"index_n_heads": 5, "index_head_dim": 13, "index_topk": 6}
+"""Sizes of the part that chooses which tokens a token attends to, where a type has one: fewer than tests have."""
 _CHANNELS = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 11}
 
 
 def latent_channels(config: Any) -> int:
     """Return how many channels of a token a layer's cache holds, whatever its heads; 0 = keys and values of heads."""
     rank: int | None = getattr(config, "kv_lora_rank", None)
-    return rank + config.qk_rope_head_dim if rank else 0
+    return rank + config.qk_rope_head_dim + getattr(config, "index_head_dim", 0) if rank else 0
 
 
 def tiny_latent_values(fields: Collection[str], heads: int) -> dict[str, Any]:
@@ -39,7 +41,8 @@ def tiny_latent_values(fields: Collection[str], heads: int) -> dict[str, Any]:
     if "kv_lora_rank" not in fields or not all(name in fields for name in _CHANNELS):
         return {}
     # All classes take the rotated channels for head_dim, some by another name.
-    return _RANKS | _CHANNELS | {HEAD_DIM: _CHANNELS["qk_rope_head_dim"], "num_key_value_heads": heads}
+    indexer = {name: n for name, n in _INDEXER.items() if name in fields}
+    return _RANKS | _CHANNELS | indexer | {HEAD_DIM: _CHANNELS["qk_rope_head_dim"], "num_key_value_heads": heads}
 
 
 def tiny_head_dims(heads: int) -> dict[int, str]:
@@ -51,4 +54,5 @@ def tiny_latent_widths(heads: int) -> dict[int, Dimension]:
     """Return size in tiny latent attention with this number of heads -> the axis that it counts."""
     axes = {size: "kv_heads" if name == "kv_head_dim" else "heads" for size, name in tiny_head_dims(heads).items()}
     ranks = (*_RANKS.values(), _RANKS["kv_lora_rank"] + _CHANNELS["qk_rope_head_dim"])
-    return {**axes, **dict.fromkeys(ranks, "inner")}
+    count, channels, _ = _INDEXER.values()
+    return {**axes, **dict.fromkeys((*ranks, count, channels, count * channels), "inner")}

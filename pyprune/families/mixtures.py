@@ -8,12 +8,13 @@ have the axis ``shared_ffn`` of the same block. No plan cuts the axis ``experts`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import PlanError
-from pyprune.families.base import Axis, Block, Family, decoder_blocks
+from pyprune.families.base import MIXTURE, Axis, Block, Family, decoder_blocks, is_mixture
 from pyprune.plan import DECODER, BlockSizes, PrunePlan
 
 if TYPE_CHECKING:
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
 
 ALIGNED = 4
 """The kernels of Transformers' experts read rows of a multiple of 16 bytes: this many numbers of float32."""
-MIXTURE = "mixture"
-"""The kind of the layers whose MLP is a mixture of experts."""
 SHARED_WIDTH = "shared_expert_width"
 """Field of pruned configurations: channels of the shared experts, if their stock field counts experts."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_WIDTHS = (
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 
 _IS_DENSE: Mapping[str, Callable[[Any, int], bool]] = {
     "first_k_dense_replace": lambda count, layer: layer < count,
@@ -42,9 +45,11 @@ _IS_DENSE: Mapping[str, Callable[[Any, int], bool]] = {
 }
 """Field of a configuration -> (its value, index of a layer) -> whether it makes the layer dense. A list of the kinds of
 all layers, ``mlp_layer_types``, has the last word."""
-_EXPERTS, _EXPERT_FFN, _DENSE_FFN, _SHARED_FFN, _SHARED = 7, 44, 46, 52, 3
+TINY_EXPERTS = 7
+"""Experts of a tiny mixture; nothing else in it is as many."""
+_EXPERT_FFN, _DENSE_FFN, _SHARED_FFN, _SHARED = 44, 46, 52, 3
 TINY_WIDTHS: dict[int, Any] = {
-    _EXPERTS: "experts",
+    TINY_EXPERTS: "experts",
     _EXPERT_FFN: "ffn",
     2 * _EXPERT_FFN: ("ffn", "ffn"),
     **dict.fromkeys((_SHARED_FFN, _SHARED * _EXPERT_FFN), "shared_ffn"),
@@ -63,7 +68,7 @@ def tiny_mixture_values(fields: Collection[str], layers: int, hidden: int) -> di
     """
     if "is_moe" in fields or not any(name in fields for name in EXPERT_COUNTS):
         return {}  # a switch of a dense type (Doge) is looked at as every other switch
-    values: dict[str, Any] = dict.fromkeys(EXPERT_COUNTS, _EXPERTS)
+    values: dict[str, Any] = dict.fromkeys(EXPERT_COUNTS, TINY_EXPERTS)
     values |= dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2)
     values |= dict.fromkeys(("n_group", "topk_group", "decoder_sparse_step", "moe_layer_interval"), 1)
     values |= dict.fromkeys(SHARED_COUNTS, _SHARED) | dict.fromkeys(SHARED_WIDTHS, _SHARED_FFN)
@@ -95,17 +100,16 @@ def mixture_values(
         widths["shared_ffn"] = next((name for name in SHARED_WIDTHS if name in fields), SHARED_WIDTH)
     count = next((name for name in SHARED_COUNTS if name in fields), None)
     return {
-        "kinds": {kind: own if kind == DECODER else {**own, "mlp": tuple(widths)} for kind, own in kinds.items()},
-        "layer_kinds": layer_kinds,
-        "block_sizes": partial(mixture_blocks, count),
+        "kinds": {kind: {**own, "mlp": tuple(widths)} if is_mixture(kind) else own for kind, own in kinds.items()},
+        "block_sizes": partial(block_sizes, count),
         "intermediate_field": dense,
         "mixture_fields": widths,
         "kind_values": kind_values,
     }
 
 
-def layer_kinds(config: Any) -> tuple[str, ...]:
-    """Return the kind of every layer of a mixture of experts."""
+def mlp_kinds(config: Any) -> tuple[str, ...]:
+    """Return what the MLP of every layer is, a mixture of experts or that of a usual decoder."""
     layers = range(config.num_hidden_layers)
     if not any(getattr(config, name, None) for name in EXPERT_COUNTS):
         return (DECODER,) * len(layers)
@@ -122,9 +126,10 @@ def kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any
     Raises:
         PlanError: no values name them.
     """
-    if tuple(kinds) == layer_kinds(config) or getattr(config, "mlp_layer_types", None):
+    mixtures = [i for i, kind in enumerate(kinds) if is_mixture(kind)]
+    mlps = tuple(MIXTURE if i in mixtures else DECODER for i in range(len(kinds)))
+    if mlps == mlp_kinds(config) or getattr(config, "mlp_layer_types", None):
         return {}
-    mixtures = [i for i, kind in enumerate(kinds) if kind == MIXTURE]
     first = mixtures[0] if mixtures else len(kinds)
     values: dict[str, Any] = dict.fromkeys(
         ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), first
@@ -132,7 +137,7 @@ def kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any
     values |= {"mlp_only_layers": [i for i in range(len(kinds)) if i not in mixtures], "moe_layers": mixtures}
     values |= {"decoder_sparse_step": 1, "moe_layer_interval": 1, "moe_layer_end_index": [-1, *mixtures][-1]}
     values = {name: value for name, value in values.items() if getattr(config, name, None) is not None}
-    if layer_kinds(SimpleNamespace(num_experts=1, num_hidden_layers=len(kinds), **values)) != tuple(kinds):
+    if values and mlp_kinds(SimpleNamespace(num_experts=1, num_hidden_layers=len(kinds), **values)) != mlps:
         dense = sorted(set(range(len(kinds))) - set(mixtures))
         raise PlanError(
             f"No configuration of {config.model_type!r} has dense layers at {dense} of {len(kinds)} and mixtures at "
@@ -141,10 +146,10 @@ def kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any
     return values
 
 
-def mixture_blocks(
+def block_sizes(
     shared_count: str | None, family: Family, config: PretrainedConfig, kind: str
 ) -> Mapping[str, BlockSizes]:
-    """Return the sizes of the blocks of a layer, those of a mixture included; closed ones have none.
+    """Return the sizes of the blocks of a layer; closed ones have none.
 
     Args:
         shared_count: the field that counts shared experts of the experts' width; None = there is one.
@@ -152,7 +157,9 @@ def mixture_blocks(
         config: of the model.
         kind: of the layer.
     """
-    blocks = decoder_blocks(family, config, kind)
+    config = copy(config)
+    vars(config).update(family.plain_values(config))
+    blocks = decoder_blocks(family, config, kind) if any(family.kinds[kind].values()) else {}
     fields = family.width_fields(kind)
     widths: dict[str, Any] = {axis: getattr(config, name, None) for axis, name in fields.items()}
     if fields.get("shared_ffn") == SHARED_WIDTH and not widths["shared_ffn"]:
@@ -165,7 +172,8 @@ def mixture_blocks(
 def rows_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Return why the kernels of a stock architecture cannot run the experts that a plan leaves, or None."""
     multiple = ALIGNED if str(config.dtype).endswith("float32") else 2 * ALIGNED
-    widths = {len(layer.ffn) for layer in plan.layers if layer.kind == MIXTURE and layer.ffn} | {len(plan.hidden)}
+    widths = {len(layer.ffn) for layer in plan.layers if is_mixture(layer.kind) and layer.ffn}
+    widths |= {len(plan.hidden)} if any(map(is_mixture, plan.dense.layers)) else set()
     odd = sorted(width for width in widths if width % multiple)
     return f"its experts need widths that are a multiple of {multiple}, not {odd[0]}" if odd else None
 

@@ -46,33 +46,37 @@ class SkippedAttention(nn.Module):
 
     The length of a Transformers cache is read from one of its layers, so a layer that never updates would
     make generation count from zero. One zero channel per token is stored instead.
+
+    Args:
+        layer_idx: index of the layer.
+        more: how many values it returns besides the zeros, each None.
     """
 
-    def __init__(self, layer_idx: int) -> None:
+    def __init__(self, layer_idx: int, more: int = 1) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.more = layer_idx, more
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         """[B, T, H] -> zeros [B, T, H]."""
         # By its type: the argument is called past_key_values up to Transformers 5.23 and cache from 5.24 on.
         for cache in (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)):
             placeholder = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
             cache.update(placeholder, placeholder, self.layer_idx)
-        return torch.zeros_like(hidden_states), None
+        return torch.zeros_like(hidden_states), *[None] * self.more
 
 
 class SkippedModule(nn.Module):
     """Stands where an MLP (or a part of one) was removed: [..., H] -> zeros [..., H].
 
     Args:
-        pair: return them and None, as mixtures do whose layer takes the router's scores too.
+        more: how many values it returns besides them, each None: mixtures return the router's scores to their layer.
     """
 
-    def __init__(self, *, pair: bool = False) -> None:
+    def __init__(self, more: int = 0) -> None:
         super().__init__()
-        self.pair = pair
+        self.more = more
 
     @override
-    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         zeros = torch.zeros_like(hidden_states)
-        return (zeros, None) if self.pair else zeros
+        return (zeros, *[None] * self.more) if self.more else zeros

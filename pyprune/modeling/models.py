@@ -89,12 +89,12 @@ class PrunedModelMixin:
         family: Family = config.family
         model = cast(Any, self)
         _set_config(model, config)
-        layers, blocks = family.layers(model), family.blocks_of_layers(config)
+        layers, kinds = family.layers(model), family.layer_kinds(config)
         del layers[:]  # of a configuration that counts its layers by a list
         for i in range(config.num_hidden_layers):
             layer = self._build_layer(config.layer_config(i), i, family)
             if getattr(config, "output_bias", False):
-                _give_output_biases(layer, family, blocks[i])
+                _give_output_biases(layer, family, kinds, i)
             _set_config(layer, layer_view(config, i))
             layers.append(layer)
         norm_size = getattr(config, "norm_size", None)
@@ -121,16 +121,16 @@ def _set_config(module: nn.Module, config: Any) -> None:
 
 def _skip_block(layer: nn.Module, block: Block, index: int, family: Family, kind: str) -> None:
     """Replace a sub-block by modules without parameters whose contribution is exactly zero."""
-    for name in family.block_modules(block):
-        pair = type(getattr(layer, name)).__name__ in family.pair_modules
-        setattr(layer, name, SkippedAttention(index) if block == "attention" else SkippedModule(pair=pair))
+    for name in family.block_modules(block, layer):
+        more = family.more_values.get(type(getattr(layer, name)).__name__, int(block == "attention"))
+        setattr(layer, name, SkippedAttention(index, more) if block == "attention" else SkippedModule(more))
     for norm in family.block_norms(block, kind):
         setattr(layer, norm, nn.Identity())
 
 
-def _give_output_biases(layer: nn.Module, family: Family, blocks: tuple[Block, ...]) -> None:
+def _give_output_biases(layer: nn.Module, family: Family, kinds: tuple[str, ...], index: int) -> None:
     """Give a bias to the output projections of a layer (bias compensation)."""
-    for name in map(family.output_projection, blocks):
+    for name in (family.output_projection(block, kinds) for block in family.kinds[kinds[index]]):
         parent, _, last = name.rpartition(".")
         owner = dict(layer.named_modules()).get(parent)
         projection = getattr(owner, last, None)

@@ -142,7 +142,8 @@ class LayerRunner:
         Transformers makes such a mask if a sequence is as long as the window. Without a mask torch's attention is
         causal too, and takes half the time.
         """
-        if self.model.config._attn_implementation != "sdpa" or self.family.layers_alone:
+        family = self.family
+        if self.model.config._attn_implementation != "sdpa" or family.layers_alone or family.needs_mask:
             return calls
         masks = {id(mask): mask for mask in (call.get("attention_mask") for call in calls)}
         plain = {key for key, mask in masks.items() if mask is not None and _is_causal(mask)}
@@ -347,10 +348,10 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
     """Let blocks of a layer add zero to the stream meanwhile, without computing them."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
-        for name in family.block_modules(block) if block in BLOCKS else (block,):  # a closed one is named so
+        for name in family.block_modules(block, layer) if block in BLOCKS else (block,):  # a closed one is named so
             module = getattr(layer, name)
-            pair = block == "attention" or type(module).__name__ in family.pair_modules
-            forwards[module] = _zeros_and_none if pair else _zeros
+            more = family.more_values.get(type(module).__name__, int(block == "attention"))
+            forwards[module] = partial(_zeros_and_more, more) if more else _zeros
     with replaced_forwards(forwards):
         yield
 
@@ -375,8 +376,8 @@ def _is_causal(mask: Tensor) -> bool:
     return mask.dtype == torch.bool and bool((mask == torch.ones_like(mask).tril()).all())
 
 
-def _zeros_and_none(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return _zeros(*args, **kwargs), None
+def _zeros_and_more(more: int, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    return _zeros(*args, **kwargs), *[None] * more
 
 
 def entering_stream(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from pyprune.families import find_family
+from pyprune.families.exceptions import VARIANTS
 from pyprune.families.infer import tiny_sizes
 from tests._support.tiny import VOCAB, random_model
 
@@ -70,39 +71,49 @@ CLOSED = (
     "falcon_h1",
     "falcon_mamba",
     "granitemoehybrid",
+    "kimi_linear",
     "lfm2",
+    "lfm2_moe",
     "mamba",
     "mamba2",
     "nemotron_h",
     "olmo_hybrid",
+    "qwen3_5_moe_text",
     "qwen3_5_text",
+    "qwen3_next",
 )
 """Every type that is inferred with closed blocks; they carry a state along the text, which gathers rounding."""
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 """Every type that is inferred with latent attention."""
 INFERRED = (*DENSE, *CLOSED, *LATENT)
 """Every type that is inferred; the contract runs on all of them."""
+_DENSE: dict[str, dict[str, Any]] = {
+    **VARIANTS,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2},
+}
+WITHOUT_EXPERTS = tuple(f"{name}-dense" for name in _DENSE)
+"""Types some of whose models have no experts, each with the end that :func:`tiny_inferred` reads."""
 NOT_INFERRED = (
     *("axk2", "bart"),
     *("bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet"),
     *("blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen"),
     *("cohere_compass_text", "cpmant", "ctrl", "data2vec-text", "dbrx"),
-    *("deepseek_v32", "deepseek_v4", "diffllama"),
+    *("deepseek_v4", "diffllama"),
     *("electra", "emu3", "ernie"),
     *("falcon", "fuyu", "gemma3"),
     *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified"),
-    *("gemma4_unified_assistant", "gemma4_unified_text", "git", "glm_moe_dsa"),
+    *("gemma4_unified_assistant", "gemma4_unified_text", "git"),
     *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox_japanese", "gptj"),
     *("hrm_text", "hy_v4"),
-    *("inkling_text", "jamba", "jetmoe", "kimi_linear"),
-    *("lfm2_moe", "llama4", "longcat_flash"),
+    *("inkling_text", "jamba", "jetmoe"),
+    *("llama4", "longcat_flash"),
     *("marian", "mbart", "megatron-bert", "mimo_v2_flash"),
     *("minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder"),
     *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp"),
     *("openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
     *("plbart", "prophetnet", "qwen3_5", "qwen3_5_moe"),
-    *("qwen3_5_moe_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
+    *("qwen4_exp", "qwen4_exp_text"),
     *("recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert"),
     *("roformer", "rwkv", "trocr", "whisper", "xglm"),
     *("xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod"),
@@ -142,17 +153,17 @@ VALUES: dict[str, dict[str, Any]] = {
     "youtu": {"pad_token_id": None},  # its class sets the row of this token to zero when it loads a checkpoint
 }
 """Model type -> values that make a rule of its own matter."""
+_HYBRID = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "granitemoehybrid": {
-        "num_local_experts": 0,
-        "num_experts_per_tok": 0,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 8,
-    },
+    "granitemoehybrid": {"layer_types": _HYBRID * 8},
+    "granitemoehybrid-dense": {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": _HYBRID * 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
-    "nemotron_h": {"hybrid_override_pattern": "M-M-M*-M-M*-"},
+    "nemotron_h": {"hybrid_override_pattern": "MEMEM*EMEM*E"},
+    "nemotron_h-dense": {"hybrid_override_pattern": "M-M-M*-M-M*-"},
 }
 """Model type -> values of its published models that are not the defaults of its class."""
 
@@ -163,12 +174,14 @@ def tiny_inferred(model_type: str, *, tied: bool = False, **changes: Any) -> Pre
     Buffers that a checkpoint holds have other values than their constructors give them.
 
     Args:
-        model_type: of :data:`INFERRED`.
+        model_type: of :data:`INFERRED` or :data:`WITHOUT_EXPERTS`.
         tied: the head shares the embedding's tensor.
         changes: other values of the configuration.
     """
+    model_type, is_variant, _ = model_type.partition("-dense")
     values = (
         tiny_sizes(model_type)
+        | (_DENSE[model_type] if is_variant else {})
         | {"vocab_size": VOCAB, "tie_word_embeddings": tied}
         | VALUES.get(model_type, {})
         | changes

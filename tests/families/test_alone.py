@@ -125,6 +125,7 @@ def test_the_lists_are_true() -> None:
         ("deepseek_v3", {"first_k_dense_replace": 3}, (1, 4), ""),
         ("recurrent_gemma", {}, (1, 4), ""),
         ("lfm2_moe", {"num_dense_layers": 2}, (1, 4), ""),
+        ("nemotron_h", {"moe_latent_size": 24}, (0, 5), ""),
     ],
 )
 def test_patterns_follow_the_layers_or_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cut.compact import compact_
 from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import family_for
+from pyprune.families.base import MIXTURE
 from pyprune.families.infer import tiny_sizes
-from pyprune.families.mixtures import MIXTURE, kind_values, layer_kinds
+from pyprune.families.mixtures import kind_values, mlp_kinds
 from pyprune.plan import DECODER
 from pyprune.probe.activations import gather_moments
 from pyprune.probe.experts import ExpertNorms
@@ -50,11 +52,47 @@ def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 def test_configurations_name_the_kinds_of_their_layers(model_type: str, changed: dict[str, int], expected: str) -> None:
     """As the class builds them: a mixture has a tensor of three dimensions."""
     config = AutoConfig.for_model(model_type, **{**tiny_sizes(model_type), **changed})
-    kinds = layer_kinds(config)
+    kinds = mlp_kinds(config)
     assert "".join("m" if kind == MIXTURE else "d" for kind in kinds) == expected
     with torch.device("meta"):
         layers = AutoModelForCausalLM.from_config(config).model.layers
     assert [any(p.ndim == 3 for p in layer.parameters()) for layer in layers] == [kind == MIXTURE for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed", "expected"),
+    [
+        ("qwen3_next", {}, "l f lm fm lm"),
+        ("qwen3_next", {"mlp_only_layers": [], "decoder_sparse_step": 2}, "l fm l fm l"),
+        ("qwen3_next", {"num_experts": 0}, "l f l f l"),
+        ("granitemoehybrid", {}, "lm fm lm fm lm"),
+        ("granitemoehybrid", {"num_local_experts": 0}, "l f l f l"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME*-", "layers_block_type": None}, "l moem f mlp"),
+    ],
+)
+def test_a_kind_is_what_the_mixer_and_what_the_mlp_is(model_type: str, changed: dict[str, Any], expected: str) -> None:
+    config = AutoConfig.for_model(model_type, **{**tiny_sizes(model_type), **changed})
+    words = {"linear_attention": "l", "full_attention": "f"}
+    kinds = [kind.removesuffix("_mixture") for kind in family_for(config).layer_kinds(config)]
+    ends = ["m" * kind.endswith("_mixture") for kind in family_for(config).layer_kinds(config)]
+    assert " ".join(words.get(kind, kind) + end for kind, end in zip(kinds, ends, strict=True)) == expected
+
+
+def test_a_kind_that_the_tiny_model_has_not_is_refused() -> None:
+    config = AutoConfig.for_model("qwen3_next", **{**tiny_sizes("qwen3_next"), "layer_types": ["conv"] * 5})
+    with pytest.raises(UnsupportedModelError, match=r"no layers of the kind 'conv' in 'qwen3_next' models, but only "):
+        family_for(config).sizes(config)
+
+
+def test_kinds_that_share_a_field_have_one_width_in_a_stock_architecture() -> None:
+    model = tiny_inferred("lfm2_moe")
+    plan = family_for(model).plan(model.config)
+    for layer in (2, 4):  # convolutions with experts; those of layer 3, with attention, stay wider
+        plan = plan.with_layer(layer, ffn=range(40))
+    expected = ("lfm2_moe: widths differ between layers or a sub-block is skipped",)
+    assert compact_(model, plan).reasons == expected
+    model = tiny_inferred("lfm2_moe")
+    assert compact_(model, plan.with_layer(3, ffn=range(4, 44))).stock
 
 
 def test_kinds_that_no_configuration_names_are_refused() -> None:
@@ -127,7 +165,7 @@ def prune(model: PreTrainedModel, tmp_path: Path, *, preset: str, **options: obj
     return prune_checkpoint(folder, config, out=tmp_path / preset).notes
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_a_run_cuts_a_mixture_writes_it_and_its_record(model_type: str, tmp_path: Path) -> None:
     """The attention's writers are solved and the experts' are not, which the report says, as it says why nothing is
     streamed.

@@ -146,10 +146,10 @@ class Scoring:
                 f"score.axes is {list(self.score.axes)}, but {self.request.method} scores the inputs of o_proj and "
                 "down_proj; use heads and ffn."
             )
-        family = self.request.family
+        family, kinds = self.request.family, self.request.identity.dense.layers
         blocks: dict[ScoreAxis, Block] = {"heads": "attention", "ffn": "mlp"}
         return {
-            (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(blocks[axis])}"
+            (layer, axis): f"{family.layers_path}.{layer}.{family.output_projection(blocks[axis], kinds)}"
             for layer, axis in self.scope.places
         }
 

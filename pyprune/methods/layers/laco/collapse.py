@@ -51,7 +51,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
         ScoreError: an output of the collapsed model is not finite.
         UnsupportedModelError: the model is a mixture of experts.
     """
-    request.family.refuse_experts("laco")
+    request.family.refuse_experts("laco", request.identity.dense.layers)
     options = own_options(request, LacoOptions)
     check_table(request.family, "laco, which adds up projections of layers,")
     if request.reconstruct != "none":

@@ -50,7 +50,7 @@ def score(run: Scoring) -> None:
     """
     if not run.samples.numel():
         raise DataError("loraprune trains factors on calibration text; give samples.")
-    run.request.family.refuse_experts("loraprune")
+    run.request.family.refuse_experts("loraprune", run.request.identity.dense.layers)
     config = own_options(run.request, LoraPruneOptions)
     projections = _projections(run)
     lora = RecoverConfig(rank=config.rank, alpha=config.alpha, dropout=config.dropout, train=config.train)
