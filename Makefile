@@ -124,6 +124,7 @@ types: $(VENV)/.stamp-locked
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/pyprune
 	ln -s $(CURDIR)/pyprune/* $(TYPES)/pyprune/ && ln -s $(CURDIR)/serving $(TYPES)/pyprune/serving
 	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
+	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache $(CURDIR)/examples
 	cd $(TYPES) && PYTHONPATH=. $(abspath $(VENV))/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 bench-ops: setup

@@ -35,7 +35,7 @@ def main() -> None:
     )
     for limit in found.budget.limits:
         taken, dense = found.winner.amounts[limit.quantity], found.dense[limit.quantity]
-        print(f"{limit}: {limit.written(taken, dense)}, dense {limit.written(dense, dense)}")
+        print(f"{limit}: {limit.write(taken, dense)}, dense {limit.write(dense, dense)}")
     print(f"{found.winner.plan.summary()}; perplexity {found.winner.perplexity:.1f} before training")
     print(f"{found.exported}: {Path(str(found.exported)).stat().st_size:,} bytes")
 

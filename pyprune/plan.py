@@ -393,11 +393,18 @@ class PrunePlan:
 
     @property
     def is_uniform(self) -> bool:
-        """True when every kept layer of a kind has the same widths and no block is removed."""
-        sizes: dict[str, dict[str, dict[str, int]]] = {}
+        """True when axes that are equally wide in the dense model are so in all kept layers, and no block is removed.
+
+        Kinds of layers may differ where the dense model differs: dense layers of a mixture are wider than its experts.
+        """
+        kept: dict[tuple[str, int], int] = {}
         return all(
-            layer.sizes == sizes.setdefault(layer.kind, layer.sizes)
-            and all(layer.keeps(block) for block in self.dense.kinds[layer.kind])
+            all(layer.keeps(block) for block in self.dense.kinds[layer.kind])
+            and all(
+                len(units) == kept.setdefault((axis, self.dense.units(axis, layer.index)), len(units))
+                for axes in layer.blocks.values()
+                for axis, units in axes.items()
+            )
             for layer in self.layers
         )
 

@@ -584,11 +584,11 @@ def axis_width(axis: Axis, dense: Sizes, layer: int, head_dim: str = HEAD_DIM) -
     """
     if axis == "hidden":
         return dense.hidden_size
-    name, width = _unit_of(axis, dense, layer, head_dim)
+    name, width = unit_of(axis, dense, layer, head_dim)
     return dense.units(name, layer) * width
 
 
-def _unit_of(axis: Axis, dense: Sizes, layer: int, head_dim: str) -> tuple[str, int]:
+def unit_of(axis: Axis, dense: Sizes, layer: int, head_dim: str) -> tuple[str, int]:
     """Return the name in plans of an axis of a block, and the channels of one of its units."""
     counted = PER_HEAD.get(axis, axis)
     name = PLAN_AXES.get(counted, counted)
@@ -610,7 +610,7 @@ def kept_indices(
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
     if layer is None or axis in SHARED_AXES:
         return None
-    name, width = _unit_of(axis, plan.dense, layer.index, head_dim)
+    name, width = unit_of(axis, plan.dense, layer.index, head_dim)
     units = layer.units(name)
     if len(units) == plan.dense.units(name, layer.index):
         return None

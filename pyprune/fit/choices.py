@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from typing_extensions import override
 
 from pyprune.config.base import LARGEST_INDEX, Config, option
-from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError
-from pyprune.families.base import BLOCKS
+from pyprune.errors import BudgetError, ConfigError
 from pyprune.fit.quantities import Widths
-from pyprune.plan import PrunePlan, Sizes
+from pyprune.plan import DECODER, BlockSizes, PrunePlan, Sizes
 from pyprune.runtime.records import digest
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Skip = Literal["attention", "mlp", "layer"]
-DROPPED = Widths(0, 0, 0)
+DROPPED = Widths(0, 0, 0, "")
 """The choice of a layer that is removed as a whole."""
 Obstacle = Callable[[PrunePlan], str | None]
 """(plan) -> why it cannot be run; None = it can."""
@@ -93,27 +92,45 @@ class LayerSpace:
     """The choices of one layer.
 
     Attributes:
-        heads: (query heads, KV heads), the dense pair first; (0, 0) = skipped attention.
-        ffn: FFN widths, the dense one first; 0 = skipped MLP.
+        heads: (query heads, KV heads), the dense pair first; (0, 0) = no attention.
+        ffn: FFN widths, the dense one first; 0 = no MLP.
         drop: the layer may be removed as a whole.
+        kind: of the layer.
+        closed: the layer has a block that is kept whole.
     """
 
     heads: tuple[tuple[int, int], ...]
     ffn: tuple[int, ...]
     drop: bool
+    kind: str = DECODER
+    closed: bool = False
+
+    @property
+    def dense(self) -> Widths:
+        """The choice that changes nothing."""
+        return Widths(*self.heads[0], self.ffn[0], self.kind)
+
+    @property
+    def attentions(self) -> tuple[Widths, ...]:
+        """The choices that change the attention alone, the dense one first."""
+        return tuple(Widths(*pair, self.ffn[0], self.kind) for pair in self.heads)
+
+    @property
+    def mlps(self) -> tuple[Widths, ...]:
+        """The choices that change the MLP alone, the dense one first."""
+        return tuple(Widths(*self.heads[0], width, self.kind) for width in self.ffn)
 
     @property
     def alone(self) -> tuple[Widths, ...]:
         """The choices that change either the attention or the MLP."""
-        query_heads, kv_heads = self.heads[0]
-        attention = (Widths(*pair, self.ffn[0]) for pair in self.heads[1:])
-        return (*attention, *(Widths(query_heads, kv_heads, width) for width in self.ffn[1:]))
+        return (*self.attentions[1:], *self.mlps[1:])
 
     @cached_property
     def widths(self) -> tuple[Widths, ...]:
         """Every choice, the dense one first, :data:`DROPPED` last."""
-        kept = (Widths(*pair, ffn) for pair in self.heads for ffn in self.ffn if pair != (0, 0) or ffn)
-        return (*kept, DROPPED) if self.drop else tuple(kept)
+        pairs = ((pair, ffn) for pair in self.heads for ffn in self.ffn if pair != (0, 0) or ffn or self.closed)
+        kept = tuple(Widths(*pair, ffn, self.kind) for pair, ffn in pairs)
+        return (*kept, DROPPED) if self.drop else kept
 
 
 @dataclass(frozen=True)
@@ -136,14 +153,9 @@ class Space:
 
         Raises:
             ConfigError: more layers are kept than the model has, or a hidden size is larger than the dense one.
-            UnsupportedModelError: the layers of the model differ, or have other blocks.
         """
         options.validate()
         dense = identity.dense
-        if any(tuple(blocks) != BLOCKS for blocks in dense.kinds.values()) or len(dense.kinds) > 1:
-            raise UnsupportedModelError(
-                f"A search knows models whose layers all have the same attention and MLP; this one has {dense}."
-            )
         if options.keep_first + options.keep_last > dense.num_layers:
             raise ConfigError(
                 f"keep_first {options.keep_first} and keep_last {options.keep_last} keep more than the model's "
@@ -154,10 +166,12 @@ class Space:
             raise ConfigError(
                 f"hidden names {wide}; the model's hidden size is {dense.hidden_size}, which is the largest."
             )
-        whole = LayerSpace(((dense.num_attention_heads, dense.num_key_value_heads),), (dense.intermediate_size,), False)
-        opened = LayerSpace(_heads(dense, options), _ffn(dense, options), "layer" in options.skips)
+        opened = {kind: _open_layer(dense, kind, options) for kind in dense.kinds}
+        whole = {kind: replace(x, heads=x.heads[:1], ffn=x.ffn[:1], drop=False) for kind, x in opened.items()}
         last = dense.num_layers - options.keep_last
-        layers = tuple(opened if options.keep_first <= i < last else whole for i in range(dense.num_layers))
+        layers = tuple(
+            (opened if options.keep_first <= i < last else whole)[kind] for i, kind in enumerate(dense.layers)
+        )
         hidden = sorted({dense.hidden_size, *options.hidden}, reverse=True)
         return cls(identity, layers, tuple(hidden))
 
@@ -183,26 +197,39 @@ class Space:
         return Search(self.identity, layers, dict.fromkeys(self.hidden, 0.0))
 
     def _possible(self, index: int, layer: LayerSpace, obstacle: Obstacle) -> LayerSpace:
-        dense = layer.widths[0]
-
         def fits(widths: Widths) -> bool:
-            return widths == dense or not obstacle(_change(self.identity, index, widths))
+            return widths == layer.dense or not obstacle(_change(self.identity, index, widths))
 
-        return LayerSpace(
-            tuple(pair for pair in layer.heads if fits(Widths(*pair, dense.ffn))),
-            tuple(ffn for ffn in layer.ffn if fits(Widths(dense.query_heads, dense.kv_heads, ffn))),
-            layer.drop and len(self.layers) > 1 and fits(DROPPED),
+        return replace(
+            layer,
+            heads=tuple(widths.sizes[:2] for widths in layer.attentions if fits(widths)),
+            ffn=tuple(widths.ffn for widths in layer.mlps if fits(widths)),
+            drop=layer.drop and len(self.layers) > 1 and fits(DROPPED),
         )
 
     @property
     def dense_widths(self) -> Widths:
         """Widths of a layer of the dense model."""
-        return Widths(*self.identity.layers[0].widths)
+        return Widths.of(self.identity.layers[0])
 
 
-def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
+def _open_layer(dense: Sizes, kind: str, options: ChoiceOptions) -> LayerSpace:
+    """Return the choices of the layers of a kind. Blocks and axes other than heads and FFN are kept whole."""
+    blocks = dense.kinds[kind].values()
+    attention = next((block for block in blocks if "query_heads" in block.axes), None)
+    ffn = next((block.axes["ffn"] for block in blocks if "ffn" in block.axes), None)
+    return LayerSpace(
+        ((0, 0),) if attention is None else _heads(attention, options),
+        (0,) if ffn is None else _ffn(ffn, options),
+        "layer" in options.skips,
+        kind,
+        any(not block.axes for block in blocks),
+    )
+
+
+def _heads(attention: BlockSizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
     """Return pairs (query heads, KV heads) in descending order."""
-    total, group = dense.num_key_value_heads, dense.group_size
+    total, group = attention.axes["kv_heads"], attention.group_size
     legal = [n for n in range(total, 0, -1) if n % options.kv_heads_multiple == 0 or n == total]
     counts = space_evenly(legal, options.head_counts)
     per_group = range(group, 0, -1) if options.query_heads else (group,)
@@ -211,9 +238,9 @@ def _heads(dense: Sizes, options: ChoiceOptions) -> tuple[tuple[int, int], ...]:
     return (*pairs, (0, 0)) if "attention" in options.skips else tuple(pairs)
 
 
-def _ffn(dense: Sizes, options: ChoiceOptions) -> tuple[int, ...]:
+def _ffn(whole: int, options: ChoiceOptions) -> tuple[int, ...]:
     """Return FFN widths in descending order."""
-    whole, multiple = dense.intermediate_size, options.ffn_multiple
+    multiple = options.ffn_multiple
     legal = {min(whole, max(multiple, round(share * whole / multiple) * multiple)) for share in options.ffn_shares}
     widths = sorted({whole, *legal}, reverse=True)
     return (*widths, 0) if "mlp" in options.skips else tuple(widths)
@@ -234,8 +261,10 @@ def _change(plan: PrunePlan, index: int, widths: Widths) -> PrunePlan:
         return plan.drop_layers([index])
     dense = plan.dense
     each = widths.query_heads // widths.kv_heads if widths.kv_heads else 0
-    heads = [group * dense.group_size + i for group in range(widths.kv_heads) for i in range(each)]
-    return plan.with_layer(index, query_heads=heads, kv_heads=range(widths.kv_heads), ffn=range(widths.ffn))
+    group_size = dense.units("query_heads", index) // (dense.units("kv_heads", index) or 1)
+    heads = [group * group_size + i for group in range(widths.kv_heads) for i in range(each)]
+    units = {"query_heads": heads, "kv_heads": range(widths.kv_heads), "ffn": range(widths.ffn)}
+    return plan.with_layer(index, **{axis: kept for axis, kept in units.items() if dense.units(axis, index)})
 
 
 @dataclass(frozen=True)
@@ -259,6 +288,8 @@ class LayerScores:
 
     def attention_removed(self, query_heads: int, kv_heads: int) -> float:
         """Sum the scores of the removed units of the attention at a width."""
+        if not self.kv_groups:
+            return 0.0
         groups = sum(sorted(self.kv_groups)[: len(self.kv_groups) - kv_heads])
         kept = set(self.kept_groups(kv_heads))
         chosen = set(self.kept_heads(query_heads, kv_heads))
@@ -301,14 +332,13 @@ class UnitScores:
     method: str = ""
 
     def _kept(self, index: int, widths: Widths) -> dict[str, tuple[int, ...]]:
-        """Return the kept units of one layer at its widths, by axis."""
+        """Return the kept units of one layer at its widths, by axis that it has."""
         scores = self.layers[index]
-        heads = scores.kept_heads(widths.query_heads, widths.kv_heads)
-        return {
-            "query_heads": heads,
+        heads = {
+            "query_heads": scores.kept_heads(widths.query_heads, widths.kv_heads),
             "kv_heads": scores.kept_groups(widths.kv_heads),
-            "ffn": scores.kept_ffn(widths.ffn),
         }
+        return (heads if scores.kv_groups else {}) | ({"ffn": scores.kept_ffn(widths.ffn)} if scores.ffn else {})
 
     def plan(self, identity: PrunePlan, widths: Mapping[int, Widths], hidden_size: int | None = None) -> PrunePlan:
         """Plan to keep the best units of some layers at these widths, and the others whole.
@@ -326,6 +356,7 @@ class UnitScores:
             if i in widths
             else identity.layers[i]
             for i in range(len(self.layers))
+            if widths.get(i) != DROPPED
         ]
         plan = replace(identity, layers=tuple(layer for layer in layers if layer.blocks))
         if hidden_size is None or hidden_size == identity.dense.hidden_size:
@@ -353,9 +384,9 @@ class UnitScores:
             scores = cls(layers, tuple(map(float, data["hidden"])), str(data["method"]))
         except (KeyError, TypeError, ValueError) as error:
             raise BudgetError(f"The unit scores are damaged ({error!r}); score the model again.") from error
-        sizes = (dense.num_key_value_heads, dense.num_attention_heads, dense.intermediate_size)
-        fit = all((len(x.kv_groups), len(x.query_heads), len(x.ffn)) == sizes for x in layers)
-        if len(layers) != dense.num_layers or not fit or len(scores.hidden) not in (0, dense.hidden_size):
+        sizes = [tuple(dense.units(a, i) for a in ("kv_heads", "query_heads", "ffn")) for i in range(dense.num_layers)]
+        fit = [(len(x.kv_groups), len(x.query_heads), len(x.ffn)) for x in layers] == sizes
+        if not fit or len(scores.hidden) not in (0, dense.hidden_size):
             raise BudgetError("The unit scores are of a model of other sizes; score this model.")
         return scores
 

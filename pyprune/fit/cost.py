@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from pyprune.errors import BudgetError, UnsupportedModelError
-from pyprune.families import Family, Row, family_for
-from pyprune.families.base import Axis
+from pyprune.families import Family, Row, check_table, family_for
+from pyprune.families.base import SHARED_AXES, Axis, unit_of
 from pyprune.families.latent import latent_channels
 from pyprune.fit.formats import WeightFormat, align, weight_format
 from pyprune.fit.measured import MeasuredCosts
 from pyprune.fit.quantities import CostModel, Quantity, Widths
-from pyprune.plan import PrunePlan, Sizes
+from pyprune.plan import DECODER, BlockSizes, PrunePlan, Sizes
 from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, rope_type
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ExactCosts(CostModel):
         weights: format of the exported weights.
         kv_item: bytes of an element of the key/value cache.
         outer: row and dense shape of every parameter outside the layers; a tied head is not among them.
-        inner: row and dense shape of the parameters of one layer.
+        inner: kind -> row and dense shape of the parameters of a layer.
         extra: bytes of exported tensors that are no parameters: rotary factors in a GGUF file.
         ranks: of tensor parallelism; each of them holds a KV head, a copy if there are fewer heads than ranks.
         latent: channels of a token that the cache of latent attention holds, on every rank and whatever the heads;
@@ -54,7 +54,7 @@ class ExactCosts(CostModel):
     weights: WeightFormat
     kv_item: int
     outer: tuple[tuple[Row, Shape], ...]
-    inner: tuple[tuple[Row, Shape], ...]
+    inner: Mapping[str, Sequence[tuple[Row, Shape]]]
     extra: int = 0
     ranks: int = 1
     latent: int = 0
@@ -83,36 +83,45 @@ class ExactCosts(CostModel):
 
         Raises:
             ConfigError: an unknown format.
-            UnsupportedModelError: an unknown family, or layers that differ from each other in a dense model.
+            UnsupportedModelError: an unknown family, one without a table, or layers of a kind that differ from each
+                other in a dense model.
         """
         family, form = family_for(config), weight_format(weights)
+        check_table(family, "The cost of a layer")
         sizes = family.sizes(config)
         outer: list[tuple[Row, Shape]] = []
         layers: dict[int, list[tuple[Row, Shape]]] = {}
         for name, shape in dense_shapes(config).items():
-            row, index = family.match(name)
+            row, index = family.match(name, sizes.layers)
             (outer if index is None else layers.setdefault(index, [])).append((row, shape))
-        inner = layers.get(0, [])
-        if any(layer != inner for layer in layers.values()):
+        inner = {kind: layers.get(sizes.layers.index(kind), []) for kind in sizes.kinds}
+        if any(layer != inner[sizes.layers[index]] for index, layer in layers.items()):
             raise UnsupportedModelError(
                 f"The layers of this {family.model_type!r} model differ in the shapes of their parameters, so that "
                 "the cost of a layer does not depend on its widths alone. Start from a dense model."
             )
-        widths = [sizes.hidden_size, sizes.num_attention_heads * sizes.head_dim, sizes.intermediate_size]
-        closed = [shape[-1] for row, shape in inner if row.axes[1:] == ("inner",)]
+        head_dims = [block.head_dim for blocks in sizes.kinds.values() for block in blocks.values() if block.head_dim]
+        widths = [common_multiple(PrunePlan.identity(family.model_type, sizes))]
+        closed = [shape[-1] for rows in inner.values() for row, shape in rows if row.axes[1:] == ("inner",)]
         if choices is not None:
-            widths.append(gcd(choices.ffn_multiple, sizes.head_dim, *choices.hidden))
+            widths.append(gcd(choices.ffn_multiple, *head_dims, *choices.hidden))
         return cls(
             family,
             sizes,
             form.choose_group((widths if plan is None else [common_multiple(plan)]) + closed),
             form.kv_item if kv_item is None else kv_item,
             tuple(outer),
-            tuple(inner),
+            inner,
             _rotary_bytes(config, sizes.head_dim) if form.layout == "gguf" else 0,
             ranks,
             latent_channels(config),
         )
+
+    @property
+    def states(self) -> list[str]:
+        """Names of closed blocks that may hold a state for each context, whose bytes are not known."""
+        blocks = [(name, block) for kind in self.sizes.kinds.values() for name, block in kind.items()]
+        return [name for name, block in blocks if not block.axes and name != "mlp"]
 
     @override
     def base(self, quantity: Quantity, hidden_size: int) -> float:
@@ -122,7 +131,7 @@ class ExactCosts(CostModel):
             BudgetError: a time.
         """
         extra = self.extra if quantity.kind == "memory" else 0
-        return float(self._sum(quantity, self.outer, hidden_size, Widths(0, 0, 0)) + extra)
+        return float(self._sum(quantity, self.outer, hidden_size, None) + extra)
 
     @override
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
@@ -131,8 +140,8 @@ class ExactCosts(CostModel):
         Raises:
             BudgetError: a time.
         """
-        blocks: dict[str | None, int] = {"attention": widths.query_heads, "mlp": widths.ffn, None: 1}
-        rows = [(row, shape) for row, shape in self.inner if blocks[row.block]]
+        blocks = {name: self._keeps(block, widths) for name, block in self.sizes.kinds[widths.kind].items()}
+        rows = [(row, shape) for row, shape in self.inner[widths.kind] if row.block is None or blocks[row.block]]
         total = self._sum(quantity, rows, hidden_size, widths)
         if quantity.kind == "memory":
             total += self._cache(quantity, widths)
@@ -144,7 +153,12 @@ class ExactCosts(CostModel):
     def head_pair(self, quantity: Quantity) -> float:
         return 0.0
 
-    def _sum(self, quantity: Quantity, rows: Iterable[tuple[Row, Shape]], hidden: int, widths: Widths) -> int:
+    def _keeps(self, block: BlockSizes, widths: Widths) -> bool:
+        """Return whether a layer of these widths has a block: one with heads or FFN channels left, or a closed one."""
+        kept = [n for axis, n in _units(widths).items() if axis in block.axes]
+        return any(kept) or not kept
+
+    def _sum(self, quantity: Quantity, rows: Iterable[tuple[Row, Shape]], hidden: int, widths: Widths | None) -> int:
         shapes = [(row, self._shape(row, shape, hidden, widths)) for row, shape in rows]
         if quantity.kind == "parameters":
             return sum(prod(shape) for _, shape in shapes)
@@ -154,35 +168,52 @@ class ExactCosts(CostModel):
             f"{quantity} is a time, which is predicted from a profile and not counted: see `pyprune profile MODEL`."
         )
 
-    def _shape(self, row: Row, shape: Shape, hidden: int, widths: Widths) -> Shape:
-        head_dim = self.sizes.channels("query_heads", 0, row.head_dim)
-        cut: dict[Axis, int] = {
-            "hidden": hidden,
-            "heads": widths.query_heads * head_dim,
-            "kv_heads": widths.kv_heads * head_dim,
-            "each_head": widths.query_heads,
-            "each_kv_head": widths.kv_heads,
-            "ffn": widths.ffn,
-        }
-        return tuple(
-            sum(cut[axis] for axis in axes) if axes[0] in cut else size
-            for axes, size in zip(row.dimensions, shape, strict=True)
-        )
+    def _shape(self, row: Row, shape: Shape, hidden: int, widths: Widths | None) -> Shape:
+        pairs = zip(row.dimensions, shape, strict=True)
+        return tuple(sum(self._size(axis, row, size, hidden, widths) for axis in axes) for axes, size in pairs)
+
+    def _size(self, axis: Axis, row: Row, size: int, hidden: int, widths: Widths | None) -> int:
+        """Return the size of a dimension along an axis, of ``size`` in the dense model if it is never cut."""
+        if axis == "hidden":
+            return hidden
+        if axis in SHARED_AXES or widths is None:
+            return size
+        layer = self.sizes.layers.index(widths.kind)
+        name, channels = unit_of(axis, self.sizes, layer, row.head_dim)
+        return channels * _units(widths).get(name, self.sizes.units(name, layer))
 
     def _is_head(self, row: Row) -> bool:
         tied = all(other.role != "head" for other, _ in self.outer)
         return row.role == ("embedding" if tied else "head") and row.axes[0] == "vocab"
 
     def _cache(self, quantity: Quantity, widths: Widths) -> int:
+        """Count the bytes of keys and values.
+
+        Raises:
+            BudgetError: a block has another state.
+        """
+        if quantity.tokens and self.states:
+            raise BudgetError(
+                f"The memory that {self.states[0]} takes for each context is not counted. Limit parameters instead."
+            )
+        blocks = self.sizes.kinds[widths.kind]
         heads = max(widths.kv_heads, self.ranks) if widths.kv_heads else 0
-        channels = self.ranks * self.latent * bool(heads) if self.latent else 2 * heads * self.sizes.head_dim
+        head_dim = next((block.head_dim for block in blocks.values() if block.head_dim), 0)
+        channels = self.ranks * self.latent * bool(heads) if self.latent else 2 * heads * head_dim
         return channels * self.kv_item * quantity.tokens * quantity.batch
 
     def _zero_ffn(self, hidden: int) -> int:
         """Count the bytes of the FFN of zeros that replaces a skipped MLP in a GGUF file."""
         bare = Widths(0, 0, ZERO_FFN)
-        rows = [(row, self._shape(row, shape, hidden, bare)) for row, shape in self.inner if row.block == "mlp"]
+        rows = [
+            (row, self._shape(row, shape, hidden, bare)) for row, shape in self.inner[DECODER] if row.block == "mlp"
+        ]
         return sum(self.weights.nbytes(row, shape, head=False) for row, shape in rows if not row.is_bias)
+
+
+def _units(widths: Widths) -> dict[str, int]:
+    """Return the kept units of a layer, by axis of a plan."""
+    return {"query_heads": widths.query_heads, "kv_heads": widths.kv_heads, "ffn": widths.ffn}
 
 
 def _rotary_bytes(config: PretrainedConfig, head_dim: int) -> int:
@@ -214,7 +245,7 @@ class Costs(CostModel):
         factors: quantity -> measured over predicted, by which predictions are multiplied; 1 if missing.
     """
 
-    exact: CostModel
+    exact: ExactCosts
     measured: MeasuredCosts | None = None
     factors: Mapping[Quantity, float] = field(default_factory=dict)
 
@@ -240,7 +271,7 @@ class Costs(CostModel):
 
 def common_multiple(plan: PrunePlan) -> int:
     """Return the largest number of which the inputs of a plan's linear layers are multiples."""
-    heads = (len(layer.query_heads) * plan.dense.head_dim for layer in plan.layers)
+    heads = (len(layer.query_heads) * plan.dense.channels("query_heads", layer.index) for layer in plan.layers)
     return gcd(len(plan.hidden), *heads, *(len(layer.ffn) for layer in plan.layers))
 
 

@@ -234,7 +234,8 @@ def sweep(
     limited = [quantity for budget in parsed for quantity in budget.quantities]
     # Do not show times of another format, or of one device if several are to share the layers.
     alike = profile is not None and profile.dtype == weights and options.tensor_parallel == 1
-    shown = [*ALWAYS_SHOWN, *limited, *shown_times(profile if alike else None)]
+    always = [quantity for quantity in ALWAYS_SHOWN if not (quantity.tokens and fitting.costs.exact.states)]
+    shown = [*always, *limited, *shown_times(profile if alike else None)]
     points, failed = _points(fitting, parsed, shown, timed=timed)
     conditions = _conditions(options, fitting, profile) | {f"nothing for {b}": why for b, why in failed.items()}
     with atomic_folder(place, overwrite=overwrite) as work:

@@ -55,7 +55,7 @@ class Probe:
     @classmethod
     def of(cls, name: str, plan: PrunePlan) -> Self:
         """Return the sizes of a plan."""
-        return cls(name, len(plan.hidden), tuple(Widths(*layer.widths) for layer in plan.layers))
+        return cls(name, len(plan.hidden), tuple(map(Widths.of, plan.layers)))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Profile:
             "made": self.made,
             **self.identity(),
             "config": self.config,
-            "probes": [[p.name, p.hidden, p.layers] for p in self.probes],
+            "probes": [[p.name, p.hidden, [x.sizes for x in p.layers]] for p in self.probes],
             "timings": [
                 [t.probe, _place(t.quantity), t.group, round(t.start, 6), round(t.seconds, 9)] for t in self.timings
             ],

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from pyprune.plan import PrunePlan
+from pyprune.plan import DECODER, LayerPlan, PrunePlan
 
 Kind = Literal["parameters", "memory", "prefill", "generation"]
 
@@ -20,15 +20,29 @@ Kind = Literal["parameters", "memory", "prefill", "generation"]
 class Widths(NamedTuple):
     """Sizes of one kept layer; 0 query heads and 0 KV heads = the attention is skipped, 0 FFN channels = the MLP is.
 
+    A layer that has no such block has 0 of its units too. Other blocks and axes are kept whole.
+
     Attributes:
         query_heads: kept query heads.
         kv_heads: kept key/value heads.
         ffn: kept FFN channels.
+        kind: of the layer.
     """
 
     query_heads: int
     kv_heads: int
     ffn: int
+    kind: str = DECODER
+
+    @classmethod
+    def of(cls, layer: LayerPlan) -> Widths:
+        """Return the sizes of a layer of a plan."""
+        return cls(*layer.widths, layer.kind)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The three numbers alone."""
+        return self[:3]
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class CostModel(ABC):
             BudgetError: the cost model does not know the quantity.
         """
         hidden = len(plan.hidden)
-        layers = [Widths(*layer.widths) for layer in plan.layers]
+        layers = [Widths.of(layer) for layer in plan.layers]
         total = self.base(quantity, hidden) + sum(self.layer(quantity, hidden, widths) for widths in layers)
         return total + self.head_pair(quantity) * further_head_pairs(layers)
 

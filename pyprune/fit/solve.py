@@ -106,7 +106,7 @@ class Solution:
             "variant": self.variant,
             "loss": self.loss,
             "hidden_size": self.hidden_size,
-            "widths": [list(widths) for widths in self.widths],
+            "widths": [list(widths.sizes) for widths in self.widths],
             "predicted": {str(quantity): amount for quantity, amount in self.predicted.items()},
         }
 
@@ -377,7 +377,7 @@ def _belongs(widths: Widths, dense: Widths, variant: Variant) -> bool:
         case "blocks":
             return (attention or not widths.kv_heads) and widths.ffn in (0, dense.ffn)
         case "widths":
-            return bool(widths.kv_heads and widths.ffn)
+            return all(kept or not whole for kept, whole in zip(widths, dense, strict=True))
         case _:
             return True
 

@@ -95,14 +95,19 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
     heads.sums = run.scores.sums
     layers = tuple(
         LayerScores(
-            tuple(run.scores.group_scores(i, "heads").tolist()),
-            tuple(heads.group_scores(i, "heads").tolist()),
-            tuple(run.scores.group_scores(i, "ffn").tolist()),
+            _scores_of(run.scores, i, "heads"),
+            _scores_of(heads, i, "heads"),
+            _scores_of(run.scores, i, "ffn"),
         )
-        for i in run.scope.layers
+        for i in range(run.scope.dense.num_layers)
     )
     channels = tuple(run.scores.group_scores(None, "hidden").tolist()) if hidden else ()
     return UnitScores(layers, channels, config.method)
+
+
+def _scores_of(scores: StructureScores, layer: int, axis: str) -> tuple[float, ...]:
+    """Return the scores of a layer's groups along an axis; none if the layer has no such axis."""
+    return tuple(scores.group_scores(layer, axis).tolist()) if scores.scope.units(axis, layer) else ()
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -200,7 +205,7 @@ class _Store:
         self.added += 1
 
     def _key(self, layer: int | None, widths: Widths, hidden: int) -> str:
-        return digest([self.name, layer, *widths, hidden, *([self.channels] if layer is None else [])])
+        return digest([self.name, layer, *widths.sizes, hidden, *([self.channels] if layer is None else [])])
 
 
 @dataclass(eq=False)
@@ -339,7 +344,7 @@ class BlockTrials:
         first = 0 if lost else next(i for i, step in enumerate(steps) if not step.exact)
         side = CopiedLayers(self.runner, plan)
         with side.layer(steps[first].part.layer) as layer:
-            if self.options.reconstruct:
+            if self.options.reconstruct and side.solves(steps[first]):
                 self._solve(side, steps[first], lost, layer)
                 side.changed.clear()  # the copy of the layer keeps the solved weights
             streams = [side.run(layer, steps[first].part, judge.stream) for judge in self.judges]

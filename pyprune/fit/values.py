@@ -106,17 +106,16 @@ def anchors_of(layer: LayerSpace, options: ValueOptions) -> tuple[Widths, ...]:
         layer: its choices.
         options: the number of anchors.
     """
-    dense = layer.widths[0]
-    pairs = [pair for pair in layer.heads[1:] if pair != (0, 0)]
+    dense = layer.dense
+    narrowed = [widths for widths in layer.attentions[1:] if widths.kv_heads]
     heads = [
-        *space_evenly(pairs[::-1], options.head_anchors)[::-1],
-        *((0, 0) for pair in layer.heads if pair == (0, 0)),
+        *space_evenly(narrowed[::-1], options.head_anchors)[::-1],
+        *(widths for widths in layer.attentions[1:] if not widths.kv_heads),
     ]
     narrow = [ffn for ffn in layer.ffn[1:] if ffn]
     wide = [min(narrow, key=lambda ffn: abs(ffn - share * dense.ffn)) for share in options.ffn_anchors if narrow]
-    ffn = [*sorted({*wide, *narrow[-1:]}, reverse=True), *(0 for width in layer.ffn if not width)]
-    anchors = [Widths(queries, groups, dense.ffn) for queries, groups in heads]
-    anchors += [Widths(dense.query_heads, dense.kv_heads, width) for width in ffn]
+    ffn = [*sorted({*wide, *narrow[-1:]}, reverse=True), *(0 for width in layer.ffn[1:] if not width)]
+    anchors = [*heads, *(dense._replace(ffn=width) for width in ffn)]
     return (*anchors, DROPPED) if layer.drop else tuple(anchors)
 
 
@@ -149,9 +148,9 @@ def _choices(
     index: int, layer: LayerSpace, scores: LayerScores, measured: Mapping[Widths, float]
 ) -> tuple[Choice, ...]:
     """Return every choice of a layer with its loss."""
-    dense = layer.widths[0]
-    heads = {Widths(*pair, dense.ffn): scores.attention_removed(*pair) for pair in layer.heads}
-    ffn = {Widths(dense.query_heads, dense.kv_heads, width): scores.ffn_removed(width) for width in layer.ffn}
+    dense = layer.dense
+    heads = {widths: scores.attention_removed(*widths.sizes[:2]) for widths in layer.attentions}
+    ffn = {widths: scores.ffn_removed(widths.ffn) for widths in layer.mlps}
     blocks = {
         **_losses(heads, measured, f"the attention of layer {index}", lambda w: w.query_heads + _TIE * w.kv_heads),
         **_losses(ffn, measured, f"the MLP of layer {index}", lambda w: w.ffn),
@@ -162,8 +161,7 @@ def _choices(
     def loss(widths: Widths) -> float:
         if widths == DROPPED:
             return measured[DROPPED]
-        attention = Widths(widths.query_heads, widths.kv_heads, dense.ffn)
-        return blocks[attention] + blocks[Widths(dense.query_heads, dense.kv_heads, widths.ffn)]
+        return blocks[widths._replace(ffn=dense.ffn)] + blocks[dense._replace(ffn=widths.ffn)]
 
     return tuple(Choice(widths, loss(widths)) for widths in layer.widths)
 
@@ -180,6 +178,8 @@ def _losses(
         units: widths -> number of kept units; 0 = the block is skipped.
     """
     dense = next(iter(removed))
+    if len(removed) == 1:
+        return {dense: 0.0}
     whole = max(removed.values()) or 1.0
     at = {w: score / whole + _TIE * (1 - units(w) / units(dense)) for w, score in removed.items()}
     skipped = [w for w in removed if not units(w)]

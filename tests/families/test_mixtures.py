@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cut.compact import compact_
+from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.families.base import MIXTURE
@@ -225,3 +226,15 @@ def test_dense_layers_and_mixtures_lose_the_same_share(tmp_path: Path) -> None:
     plan = read_pruning_json(tmp_path / "wanda").plan
     assert plan is not None
     assert [len(layer.ffn) for layer in plan.layers] == [32] * 5
+
+
+def test_heads_that_differ_between_kinds_need_the_pruned_architecture() -> None:
+    """Dense layers and mixtures have one field for their heads; a stock configuration has one value for it."""
+    model = tiny_inferred("qwen3_moe")
+    family = family_for(model)
+    plan = family.plan(model.config)
+    dense = next(layer.index for layer in plan.layers if layer.kind == DECODER)
+    narrow = plan.with_layer(dense, query_heads=[0, 1, 2, 3], kv_heads=[0, 1])
+    assert not choose_target(family, model.config, narrow).stock
+    ffn = plan.with_layer(dense, ffn=range(40))  # its width has a field of its own
+    assert choose_target(family, model.config, ffn).stock

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pyprune.checkpoint.load import ModelSource
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import check_table, family_for
+from pyprune.families.base import BLOCKS
 from pyprune.fit.choices import Obstacle
 from pyprune.fit.profile import DENSE
 from pyprune.fit.sizes import FFN_MULTIPLES
@@ -43,7 +44,15 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePla
         dense: the plan that removes nothing.
         dtype: format of the weights. Widths are multiples of its blocks, as in searches: llama.cpp would write matrices
             of other widths in another format than its K-quants.
+
+    Raises:
+        UnsupportedModelError: the layers of the model differ, or have other blocks than attention and MLP.
     """
+    if any(tuple(blocks) != BLOCKS for blocks in dense.dense.kinds.values()) or len(dense.dense.kinds) > 1:
+        raise UnsupportedModelError(
+            f"A profile knows models whose layers all have the same attention and MLP; this one has {dense.dense}. "
+            "Limit parameters instead of times."
+        )
     sizes, step = dense.dense, lcm(STEP, FFN_MULTIPLES.get(dtype, 1))
     every_second = range(1, sizes.num_layers, 2)
     plans = {

@@ -1,0 +1,85 @@
+"""`pyprune fit` on models whose layers are of several kinds: closed blocks, mixtures of experts, latent attention."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.checkpoint.save import save_checkpoint
+from pyprune.errors import BudgetError, UnsupportedModelError
+from pyprune.families import count_parameters, family_for, parameters_after
+from pyprune.families.base import parameter_shapes
+from pyprune.fit.choices import DROPPED, ChoiceOptions, Space
+from pyprune.fit.cost import ExactCosts
+from pyprune.fit.profiling.probes import probe_plans
+from pyprune.fit.quantities import Quantity
+from tests._support.cli import run
+from tests._support.inferred import tiny_inferred
+from tests._support.tokenizer import tiny_tokenizer
+
+TYPES = ("lfm2", "falcon_h1", "qwen3_moe", "nemotron_h", "deepseek_v3")
+PARAMETERS = Quantity("parameters")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_choice_of_every_layer_is_counted_exactly(model_type: str) -> None:
+    """The cost of a plan is the number of parameters that the cut model has, whatever the kinds of its layers."""
+    model = tiny_inferred(model_type)
+    family = family_for(model)
+    identity, costs = family.plan(model.config), ExactCosts.of(model.config)
+    shapes = parameter_shapes(model)
+    space = Space.of(identity, ChoiceOptions(ffn_multiple=4, ffn_shares=(0.5,), hidden=(32,)))
+    assert {layer.kind for layer in space.layers} == set(identity.dense.kinds)
+    for index, layer in enumerate(space.layers):
+        for widths in layer.alone:
+            units = {axis: range(n) for axis, n in zip(("query_heads", "kv_heads", "ffn"), widths.sizes, strict=True)}
+            own = {axis: kept for axis, kept in units.items() if identity.dense.units(axis, index)}
+            plan = identity.with_layer(index, **own)
+            assert costs.predict(PARAMETERS, plan) == parameters_after(family, shapes, plan)
+    plan = identity.drop_layers([0]).keep_hidden(range(32))
+    assert costs.predict(PARAMETERS, plan) == parameters_after(family, shapes, plan)
+
+
+def test_a_layer_without_heads_and_ffn_is_not_a_removed_one() -> None:
+    space = Space.of(family_for(model := tiny_inferred("nemotron_h")).plan(model.config))
+    mixer = next(layer for layer in space.layers if layer.dense.sizes == (0, 0, 0))
+    assert mixer.widths == (mixer.dense, DROPPED)
+    assert mixer.dense != DROPPED
+
+
+def test_what_is_not_known_of_kinds_is_refused() -> None:
+    model = tiny_inferred("lfm2")
+    identity, costs = family_for(model).plan(model.config), ExactCosts.of(model.config)
+    with pytest.raises(BudgetError, match="memory that conv takes for each context is not counted"):
+        costs.predict(Quantity("memory", tokens=64), identity)
+    with pytest.raises(UnsupportedModelError, match="Limit parameters instead of times"):
+        probe_plans(identity)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
+def test_a_budget_of_parameters_is_kept(model_type: str, tmp_path: Path) -> None:
+    model = tiny_inferred(model_type)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
+    source = random.Random(0)
+    words = ("the", "of", "and", "to", "in", "that", "it", "was", "as", "with", "his", "they", "this", "from", "or")
+    sentences = (" ".join(source.choice(words) for _ in range(30)) for _ in range(400))
+    (tmp_path / "text.txt").write_text(".\n\n".join(sentences))
+    small = ("window=16", "score_samples=8", "value_samples=12", "judge_samples=8", "solve.solutions=2")
+    settings = (*small, "choices.ffn_multiple=4", "keep_multiples=true")
+    sets = (part for setting in settings for part in ("--set", setting))
+    text = ("--calibration", tmp_path / "text.txt", "--samples", "24", "--sequence-length", "16")
+    where = ("--out", tmp_path / "out", "--cache", tmp_path / "cache")
+    result = run("fit", tmp_path / "dense", "--budget", "parameters=70%", *where, *text, *sets, "--no-recover")
+    assert result.exit_code == 0, result.output
+    cut = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert count_parameters(cut) <= 0.7 * count_parameters(model)
+    plan = read_pruning_json(tmp_path / "out", verify_files=True).plan
+    assert plan is not None
+    assert plan.dense == family_for(model).sizes(model.config)
