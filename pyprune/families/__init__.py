@@ -214,9 +214,8 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
         from pyprune.families.alone import family_of_layers
 
         alone = family_of_layers(model_type)
-        if isinstance(alone, Family) and not alone.variant_obstacle(
-            config
-        ):  # whole layers can be removed of variants without rows
+        # Whole layers can be removed of variants without rows.
+        if isinstance(alone, Family) and not alone.variant_obstacle(config):
             return alone
     if reason:
         raise UnsupportedModelError(f"This {model_type!r} variant is not supported: {reason}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyprune.families.base import Axis, Block, Dimension, Role, Row, StockTarget, is_mixture
+from pyprune.families.base import Axis, Block, Dimension, Role, Row, StockTarget
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -143,14 +143,7 @@ def first_obstacle(*checks: Obstacle) -> Obstacle:
 
 def width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Explain why no stock architecture can hold the plan's widths; None if one can."""
-    sizes: dict[tuple[str, bool], int] = {}  # one field for all layers, but experts and dense layers have their own
-    alike = all(
-        sizes.setdefault((axis, axis.endswith("ffn") and is_mixture(layer.kind)), n) == n
-        for layer in plan.layers
-        for axes in layer.sizes.values()
-        for axis, n in axes.items()
-    )
-    return None if plan.is_uniform and alike else "widths differ between layers or a sub-block is skipped"
+    return None if plan.is_uniform else "widths differ between layers or a sub-block is skipped"
 
 
 def heads_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
