@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
 from pyprune.families.alone import shorter_config
-from pyprune.families.base import Axis, axis_width, kept_indices, renumbered
+from pyprune.families.base import Axis, axis_width, kept_indices, kept_lists, renumbered
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 
@@ -112,6 +112,8 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     values = _common_values(family, config, plan)
     if plan.dense.head_dim:
         values |= {"num_key_value_heads": plan.dense.num_key_value_heads, **family.head_dim_values(plan.dense)}
+    if plan.removed_layers:
+        values |= kept_lists(config, family.computed_lists, plan.kept_layers)
     if family.inner_from_hidden and plan.removed_hidden:
         values["source_hidden_size"] = plan.dense.hidden_size
     if family.needs_virtual_norm(config, plan):

@@ -42,6 +42,8 @@ KINDS: Mapping[str, Mapping[Block, tuple[Axis, ...]]] = {DECODER: {"attention": 
 """The kinds of layers of a usual decoder: kind -> block -> axes that it owns."""
 NO_LISTS = ("architectures", "mlp_only_layers", "moe_layers")
 """Fields of a configuration whose values do not belong to layers one by one, though there may be as many."""
+STORED = "stored_"
+"""What the names of fields begin with that hold a list for :func:`stored_lists`."""
 Role = Literal[
     "embedding",  # writes the stream from token or position ids
     "reader",  # reads the stream, normalised where the family has pre-norms
@@ -205,6 +207,26 @@ def renumbered(indices: Sequence[int], kept: Sequence[int]) -> list[int]:
     return [new for new, old in enumerate(kept) if old in indices]
 
 
+def stored_lists(config_class: type[Any], names: Iterable[str]) -> dict[str, property]:
+    """Return properties of a subclass of a configuration class: lists that it holds, or computes if it does not.
+
+    Args:
+        config_class: computes the lists.
+        names: of the lists, as :attr:`Family.computed_lists`.
+    """
+
+    def stored(name: str) -> property:
+        computed: property = getattr(config_class, name)
+        return property(lambda config: vars(config).get(STORED + name) or computed.__get__(config))
+
+    return {name: stored(name) for name in names}
+
+
+def kept_lists(config: PretrainedConfig, names: Iterable[str], kept: Sequence[int]) -> dict[str, list[Any]]:
+    """Return the fields that hold the values of the kept layers for :func:`stored_lists`."""
+    return {STORED + name: [getattr(config, name)[i] for i in kept] for name in names}
+
+
 def _stock_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
     """Build a layer at the sizes of its configuration."""
     return layer_class(config, index)
@@ -286,6 +308,8 @@ class Family:
         layer_lists: the config fields with a value for each layer, which are sliced with the layers.
         index_lists: the config fields with indices of layers, which are renumbered.
         other_lists: config fields with a list that has nothing to do with layers.
+        computed_lists: properties of the configuration class that compute a value for each layer from its index. The
+            pruned architecture holds those of the kept layers (:func:`stored_lists`).
         closed: axis (or "layers") -> reason why no plan may cut it.
         layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
         plan_obstacle: (config, plan) -> reason why a model of the type cannot lose the removed layers, or None.
@@ -337,6 +361,7 @@ class Family:
     layer_lists: tuple[str, ...] = ("layer_types",)
     index_lists: tuple[str, ...] = ()
     other_lists: tuple[str, ...] = ()
+    computed_lists: tuple[str, ...] = ()
     closed: Mapping[str, str] = field(default_factory=dict)
     layers_alone: str = ""
     plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None

@@ -21,6 +21,10 @@ _QWEN: dict[str, Any] = {
     "linear_num_value_heads": 4,
 }
 TINY: dict[str, dict[str, Any]] = {
+    "jamba": {
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0},
+        **{"mamba_d_state": 8, "mamba_dt_rank": 5},
+    },
     "kimi_linear": {
         "layer_types": ("linear_attention", "full_attention"),
         "mlp_layer_types": ("dense", "dense", "sparse", "sparse"),
@@ -29,6 +33,16 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ("conv", "full_attention")},
     "lfm2": {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False},
+    "minimax_m3_vl_text": {
+        "layer_types": ("full_attention", "minimax_m3_sparse"),
+        "mlp_layer_types": ("dense", "dense", "sparse", "sparse"),
+        **{"index_n_heads": 3, "index_head_dim": 10, "index_block_size": 4, "index_topk_blocks": 2, "rotary_dim": 8},
+    },
+    "mimo_v2_flash": {
+        "layer_types": ("full_attention", "sliding_attention"),
+        "mlp_layer_types": ("dense", "dense", "sparse", "sparse"),
+        "v_head_dim": 11,
+    },
     "mamba": {"state_size": 8, "time_step_rank": 5},
     "mamba2": {"num_heads": 4, "head_dim": 31, "n_groups": 2, "state_size": 8},
     "falcon_mamba": {"state_size": 8, "time_step_rank": 5},

@@ -7,9 +7,10 @@ its norms normalise: the residual stream in front of a block, or the output of a
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -30,8 +31,11 @@ from pyprune.families.base import (
     StockClasses,
     StockTarget,
     alike_layers,
+    cut_axes,
     is_mixture,
+    kept_lists,
     renumbered,
+    stored_lists,
 )
 from pyprune.families.common import (
     first_obstacle,
@@ -51,12 +55,14 @@ from pyprune.families.latent import (
 )
 from pyprune.families.mixtures import (
     SHARED_WIDTH,
+    TINY_EXPERT_FFN,
     TINY_EXPERTS,
     TINY_WIDTHS,
     block_sizes,
     kind_values,
     mixture_values,
     mlp_kinds,
+    one_width_obstacle,
     rows_obstacle,
     shared_width_obstacle,
     tiny_mixture_values,
@@ -76,8 +82,8 @@ _WIDTHS: dict[int, Dimension] = {
     VOCAB: "vocab",
     HEADS * HEAD_DIM: "heads",
     KV_HEADS * HEAD_DIM: "kv_heads",
-    FFN: "ffn",
-    2 * FFN: ("ffn", "ffn"),
+    **dict.fromkeys((FFN, TINY_EXPERT_FFN), "ffn"),
+    **dict.fromkeys((2 * FFN, 2 * TINY_EXPERT_FFN), ("ffn", "ffn")),
     HEAD_DIM: "head_dim",
     HEADS: "each_head",
     KV_HEADS: "each_kv_head",
@@ -298,9 +304,9 @@ def _infer(model_type: str) -> Family:
         other = _facts_of(_config(model_type, rule, **variant), rule)
         _merge_switches(other, model_type, rule, variant)
         _merge(facts, other, is_variant=True)
-    lists, others, reason = _layer_lists(model_type, rule, facts)
+    lists, reason = _layer_lists(model_type, rule, facts)
     for name, value in _config(model_type, rule).to_dict().items():
-        if name in lists and all(count == HEADS for count in value):
+        if name in lists["layer_lists"] and all(count == HEADS for count in value):
             facts.closed["heads"] = f"{name} of its configuration counts them layer by layer"
     if reason:
         facts.closed["layers"] = reason
@@ -311,7 +317,12 @@ def _infer(model_type: str) -> Family:
         refused["tie_word_embeddings"] = (True, "its class does not tie the head to the embedding")
     mixture = _mixture(model_type, facts)
     counts_shared = SHARED_WIDTH in mixture.get("mixture_fields", {}).values()
-    stock = StockTarget(model_type, _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared))
+    obstacle = _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared)
+    if lists["computed_lists"]:
+        obstacle = first_obstacle(partial(_period_obstacle, lists["computed_lists"]), obstacle)
+    if mixture and mixture["mixture_fields"]["ffn"] == mixture["intermediate_field"]:
+        obstacle = first_obstacle(obstacle, one_width_obstacle)
+    stock = StockTarget(model_type, obstacle)
     kinds: dict[str, Any] = {
         "kinds": facts.blocks(),
         "layer_kinds": facts.layer_kinds,
@@ -327,8 +338,7 @@ def _infer(model_type: str) -> Family:
         mlp_modules=facts.modules.get("mlp", ()),
         head_fields=HEAD_FIELDS if latent_channels(config) and "attention" in facts.modules else {},
         inner_from_hidden=bool(facts.shut) and _inner_depends_on_hidden(model_type, rule, facts),
-        layer_lists=lists,
-        other_lists=others,
+        **lists,
         index_lists=_index_lists(model_type),
         closed={axis: facts.public(reason) for axis, reason in facts.closed.items()},
         refused_switches={name: (value, facts.public(reason)) for name, (value, reason) in refused.items()},
@@ -1002,11 +1012,12 @@ def _find_embedding_factor(facts: _Facts, embedding: Tensor, stream: Tensor, nor
         facts.closed["hidden"] = f"the embedding is multiplied by {factor:.3g}, which may depend on the hidden size"
 
 
-def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the fields with a value for each layer, other lists, and why layers cannot be removed ("" if they can).
+def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[dict[str, Any], str]:
+    """Return the fields of :class:`Family` with lists, and why layers cannot be removed ("" if they can).
 
-    A shorter model is built with those lists sliced. If a number, word or switch in one of its modules differs from the
-    same layer of the whole model, the layer reads its index or the number of layers from somewhere else.
+    A shorter model is built with the lists by layer sliced; lists that its class would compute otherwise are stored.
+    If a number, word or switch in one of its modules differs from the same layer of the whole model, the layer reads
+    its index or the number of layers from somewhere else.
     """
     few, many = (_config(model_type, rule, layers).to_dict() for layers in (LAYERS, LAYERS + 2))
     lists = tuple(name for name, value in few.items() if _lengths(value, many.get(name)) == (LAYERS, LAYERS + 2))
@@ -1018,15 +1029,40 @@ def _layer_lists(model_type: str, rule: str, facts: _Facts) -> tuple[tuple[str, 
     values |= {name: renumbered(values[name], kept) for name in _index_lists(model_type)}
     if facts.has_mixtures:
         values |= kind_values(whole, [facts.layer_kinds(whole)[i] for i in kept])
-    shorter = type(whole)(**values)
+    config_class = type(whole)
+    shorter = config_class(**values)
+    computed = tuple(name for name in _list_properties(whole) if _is_broken(whole, shorter, name, kept))
+    if computed:
+        config_class = type(config_class.__name__, (config_class,), stored_lists(config_class, computed))
+        shorter = config_class(**values | kept_lists(whole, computed, kept))
+    found = {"layer_lists": lists, "other_lists": others, "computed_lists": computed}
     dense, cut = (_layer_attributes(config, facts) for config in (whole, shorter))
     for new, old in enumerate(kept):
         for name, value in dense[old].items():
             if name not in cut[new]:
-                return lists, others, "the kind of a layer depends on its index or on the number of layers"
+                return found, "the kind of a layer depends on its index or on the number of layers"
             if cut[new][name] != value:
-                return lists, others, f"{name} of a layer depends on its index or on the number of layers"
-    return lists, others, ""
+                return found, f"{name} of a layer depends on its index or on the number of layers"
+    return found, ""
+
+
+def _list_properties(config: PretrainedConfig) -> list[str]:
+    """Return the properties of a configuration class with a value for each layer."""
+    names = (name for name in dir(type(config)) if isinstance(getattr(type(config), name), property))
+    return [name for name in names if _lengths(getattr(config, name, None)) == (config.num_hidden_layers,)]
+
+
+def _is_broken(whole: PretrainedConfig, shorter: PretrainedConfig, name: str, kept: Sequence[int]) -> bool:
+    """Return whether a shorter configuration computes other values for the kept layers."""
+    return list(getattr(shorter, name)) != [getattr(whole, name)[i] for i in kept]
+
+
+def _period_obstacle(computed: tuple[str, ...], config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why a stock class would compute other kinds of layers than those that are kept, or None."""
+    shorter = copy.copy(config)
+    shorter.num_hidden_layers = len(plan.layers)
+    broken = any(_is_broken(config, shorter, name, plan.kept_layers) for name in computed)
+    return "its kinds of layers follow from their indices" if broken else None
 
 
 def _index_lists(model_type: str) -> tuple[str, ...]:
@@ -1040,7 +1076,11 @@ def _lengths(*values: Any) -> tuple[int, ...]:
 
 def _layer_attributes(config: PretrainedConfig, facts: _Facts) -> list[dict[str, Any]]:
     """Return the plain values in the modules of every layer, by dotted name, without the layer's index."""
-    layers = build_on_meta(config).get_submodule(facts.layers_path)
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device("meta"):
+        layers = facts.model(config).get_submodule(facts.layers_path)
     indices = ("layer_idx", "layer_id")
     return [
         {name: value for name, value in plain_attributes(layer).items() if name.rpartition(".")[2] not in indices}
@@ -1065,6 +1105,9 @@ def _stock_obstacle(model_type: str, rule: str, facts: _Facts, *, counts_shared:
         checks.append(tied_head_obstacle)
     if facts.shut and _inner_depends_on_hidden(model_type, rule, facts):
         checks.append(_inner_obstacle)
+    heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * KV_HEADS}
+    if facts.shut and "attention" in facts.modules and _inner_depends_on(model_type, rule, facts, heads):
+        checks.append(_inner_heads_obstacle)
     if rule != "any":
         checks.append(heads_obstacle if rule == "multiple of heads" else square_obstacle)
     return first_obstacle(*checks)
@@ -1081,10 +1124,22 @@ def _inner_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     return "its inner sizes follow from the hidden size" if plan.removed_hidden else None
 
 
+def _inner_heads_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why fewer heads do not fit closed blocks that have as many as the attention, or None."""
+    cut = {"heads", "kv_heads"} & cut_axes(plan)
+    return "blocks that are kept whole have as many heads as the attention" if cut else None
+
+
 def _inner_depends_on_hidden(model_type: str, rule: str, facts: _Facts) -> bool:
     """Check whether another hidden size, and nothing else, changes the inner sizes of a closed block."""
+    hidden = _config(model_type, rule).hidden_size + HEADS * HEAD_DIM
+    return _inner_depends_on(model_type, rule, facts, {"hidden_size": hidden})
+
+
+def _inner_depends_on(model_type: str, rule: str, facts: _Facts, changes: dict[str, Any]) -> bool:
+    """Check whether other values of a configuration change the inner sizes of a closed block."""
     config = _config(model_type, rule)
-    values = plain_values(config) | {"hidden_size": config.hidden_size + HEADS * HEAD_DIM}
+    values = plain_values(config) | changes
     try:
         wider, model = build_on_meta(type(config)(**values)), build_on_meta(config)
     except Exception:  # checks of any configuration class

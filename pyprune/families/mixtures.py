@@ -25,7 +25,7 @@ ALIGNED = 4
 SHARED_WIDTH = "shared_expert_width"
 """Field of pruned configurations: channels of the shared experts, if their stock field counts experts."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size")
+DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size", "dense_intermediate_size")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED_WIDTHS = (
     "shared_expert_intermediate_size",
@@ -44,16 +44,17 @@ _IS_DENSE: Mapping[str, Callable[[Any, int], bool]] = {
     "moe_layer_interval": lambda step, layer: (layer + 1) % step != 0,
 }
 """Field of a configuration -> (its value, index of a layer) -> whether it makes the layer dense. A list of the kinds of
-all layers, ``mlp_layer_types``, has the last word."""
+all layers, ``mlp_layer_types`` or ``layers_num_experts``, has the last word."""
 TINY_EXPERTS = 7
 """Experts of a tiny mixture; nothing else in it is as many."""
-_EXPERT_FFN, _DENSE_FFN, _SHARED_FFN, _SHARED = 44, 46, 52, 3
+TINY_EXPERT_FFN = 44
+_DENSE_FFN, _SHARED_FFN, _SHARED = 46, 52, 3
 TINY_WIDTHS: dict[int, Any] = {
     TINY_EXPERTS: "experts",
-    _EXPERT_FFN: "ffn",
-    2 * _EXPERT_FFN: ("ffn", "ffn"),
-    **dict.fromkeys((_SHARED_FFN, _SHARED * _EXPERT_FFN), "shared_ffn"),
-    **{2 * n: ("shared_ffn", "shared_ffn") for n in (_SHARED_FFN, _SHARED * _EXPERT_FFN)},
+    TINY_EXPERT_FFN: "ffn",
+    2 * TINY_EXPERT_FFN: ("ffn", "ffn"),
+    **dict.fromkeys((_SHARED_FFN, _SHARED * TINY_EXPERT_FFN), "shared_ffn"),
+    **{2 * n: ("shared_ffn", "shared_ffn") for n in (_SHARED_FFN, _SHARED * TINY_EXPERT_FFN)},
 }
 """Size in a tiny mixture -> the axis that it counts, in addition to those of dense types."""
 
@@ -73,12 +74,12 @@ def tiny_mixture_values(fields: Collection[str], layers: int, hidden: int) -> di
     values |= dict.fromkeys(("n_group", "topk_group", "decoder_sparse_step", "moe_layer_interval"), 1)
     values |= dict.fromkeys(SHARED_COUNTS, _SHARED) | dict.fromkeys(SHARED_WIDTHS, _SHARED_FFN)
     values |= dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 2)
-    values |= {"moe_intermediate_size": _EXPERT_FFN, "mlp_only_layers": [1], "moe_layer_end_index": -1}
+    values |= {"moe_intermediate_size": TINY_EXPERT_FFN, "mlp_only_layers": [1], "moe_layer_end_index": -1}
     values |= {"moe_layers": [i for i in range(layers) if i % 3 != 1]}
     values |= {"mlp_layer_types": ["sparse" if i % 2 else "dense" for i in range(layers)]}
     values |= dict.fromkeys(DENSE_WIDTHS, _DENSE_FFN) | {"mup_enabled": True}  # as all of AFMoE's models have it
     if "moe_intermediate_size" not in fields:
-        values["intermediate_size"] = _EXPERT_FFN
+        values["intermediate_size"] = TINY_EXPERT_FFN
     tiny = {name: value for name, value in values.items() if name in fields}
     return tiny | {"hidden_size": -hidden // ALIGNED * -ALIGNED}
 
@@ -115,6 +116,8 @@ def mlp_kinds(config: Any) -> tuple[str, ...]:
         return (DECODER,) * len(layers)
     if types := getattr(config, "mlp_layer_types", None):
         return tuple(DECODER if name == "dense" else MIXTURE for name in types)
+    if counts := getattr(config, "layers_num_experts", None):
+        return tuple(MIXTURE if count > 1 else DECODER for count in counts)
     fields = {name: getattr(config, name, None) for name in _IS_DENSE}
     rules = [(_IS_DENSE[name], value) for name, value in fields.items() if value is not None]
     return tuple(DECODER if any(dense(value, i) for dense, value in rules) else MIXTURE for i in layers)
@@ -176,6 +179,12 @@ def rows_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     widths |= {len(plan.hidden)} if any(map(is_mixture, plan.dense.layers)) else set()
     odd = sorted(width for width in widths if width % multiple)
     return f"its experts need widths that are a multiple of {multiple}, not {odd[0]}" if odd else None
+
+
+def one_width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Return why a stock architecture with one field for experts and dense layers cannot hold a plan, or None."""
+    widths = {len(layer.ffn) for layer in plan.layers if layer.ffn}
+    return "its experts and its dense layers have one width" if len(widths) > 1 else None
 
 
 def shared_width_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
 from pyprune.families import Family, all_families, dense_family, family_of_type, find_family, resolve
+from pyprune.families.base import stored_lists
 from pyprune.families.infer import causal_types
 
 PREFIX = "pruned_"
@@ -33,6 +34,7 @@ class PrunedConfigMixin:
             num_key_value_heads, the FFN width) and ``skip``, a list of "attention" and "mlp".
         head_dim: channels of a head, independent of hidden_size.
         source_hidden_size: the dense hidden size, from which closed blocks derive inner sizes; absent = hidden_size.
+        stored_NAME: values for the kept layers of a list that the stock class computes from the index of a layer.
         norm_size: the size a LayerNorm divides by (the dense hidden size); absent = the stored size.
         output_bias: the output projections of attention and MLP have biases, from bias compensation, although the stock
             family has none; absent = as in the stock family.
@@ -158,6 +160,7 @@ def _make_config_class(family: Family) -> Any:
         "__module__": __name__,
         "__doc__": f"{stock.__name__} with per-layer sizes.",
         "model_type": PREFIX + family.model_type,
+        **stored_lists(stock, family.computed_lists),
     }
     return strict(type(family.pruned_config, (PrunedConfigMixin, stock), facts))
 

@@ -71,18 +71,21 @@ CLOSED = (
     "falcon_h1",
     "falcon_mamba",
     "granitemoehybrid",
+    "jamba",
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "mamba",
     "mamba2",
+    "mimo_v2_flash",
+    "minimax_m3_vl_text",
     "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
 )
-"""Every type that is inferred with closed blocks; they carry a state along the text, which gathers rounding."""
+"""Every type that is inferred with closed blocks; most carry a state along the text, which gathers rounding."""
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 """Every type that is inferred with latent attention."""
 INFERRED = (*DENSE, *CLOSED, *LATENT)
@@ -106,10 +109,10 @@ NOT_INFERRED = (
     *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox_japanese", "gptj"),
     *("hrm_text", "hy_v4"),
-    *("inkling_text", "jamba", "jetmoe"),
+    *("inkling_text", "jetmoe"),
     *("llama4", "longcat_flash"),
-    *("marian", "mbart", "megatron-bert", "mimo_v2_flash"),
-    *("minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder"),
+    *("marian", "mbart", "megatron-bert"),
+    *("minimax", "mllama", "modernbert-decoder"),
     *("moshi", "mpt", "musicgen", "musicgen_melody", "mvp"),
     *("openai-gpt", "pegasus", "persimmon", "phi4_multimodal"),
     *("plbart", "prophetnet", "qwen3_5", "qwen3_5_moe"),

@@ -59,7 +59,17 @@ from tests.families.test_contract import AXES, cached_logits, logits
 
 IDENTICAL = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "granite", "starcoder2", "olmo2")
 """Types with a table whose rows inference finds as well."""
-PRODUCTS = ("granitemoehybrid", "kimi_linear", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_next")
+PRODUCTS = (
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "mimo_v2_flash",
+    "minimax_m3_vl_text",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)
 """Hybrids with mixtures of experts."""
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid-dense", "nemotron_h-dense")
 """Hybrids whose layers return tuples, hold computed buffers, or have other names in files."""

@@ -96,6 +96,27 @@ def test_kinds_that_share_a_field_have_one_width_in_a_stock_architecture() -> No
     assert compact_(model, plan.with_layer(3, ffn=range(4, 44))).stock
 
 
+def test_kinds_that_follow_from_indices_are_stored() -> None:
+    """Jamba's kinds are periods of its configuration: a removed layer would change those of all after it."""
+    model = tiny_inferred("jamba")
+    plan, words = family_for(model).plan(model.config), model.config.layers_block_type
+    report = compact_(model, plan.drop_layers([1]))
+    assert report.reasons == ("jamba: its kinds of layers follow from their indices",)
+    assert model.config.layers_block_type == model.config.stored_layers_block_type == [words[0], *words[2:]]
+    model = tiny_inferred("jamba")
+    assert compact_(model, plan.drop_layers([4])).stock
+    assert model.config.layers_block_type == words[:4]
+
+
+def test_heads_of_blocks_that_are_kept_whole_follow_no_other() -> None:
+    model = tiny_inferred("minimax_m3_vl_text")
+    plan = family_for(model).plan(model.config)
+    for layer in (0, 2, 4):
+        plan = plan.with_layer(layer, query_heads=range(4), kv_heads=range(2))
+    expected = ("minimax_m3_vl_text: blocks that are kept whole have as many heads as the attention",)
+    assert compact_(model, plan).reasons == expected
+
+
 def test_kinds_that_no_configuration_names_are_refused() -> None:
     config = tiny_inferred("glm4_moe").config
     assert kind_values(config, [DECODER, MIXTURE]) == {"first_k_dense_replace": 1}
