@@ -473,10 +473,10 @@ def _merge(facts: _Facts, other: _Facts, *, is_variant: bool = False) -> None:
         if facts.rows.get(pattern, row) != row:
             raise _Obstacle(f"{pattern} then has another meaning")
     modules, blocks = dict(other.modules), other.blocks()
-    if is_variant:
+    if is_variant:  # what it lacks counts as equal
         modules |= {block: names for block, names in facts.modules.items() if {*names} >= {*modules.get(block, names)}}
         blocks |= facts.blocks()
-    buffers = "stored_buffers"
+    buffers = "stored_buffers"  # a question of files alone
     facts.flags[buffers] = other.flags[buffers] = facts.flags[buffers] or other.flags[buffers]
     if (facts.flags, facts.modules, facts.blocks() | blocks) != (other.flags, modules, blocks):
         raise _Obstacle("its norms, its embedding or its blocks are then of another kind")

@@ -165,6 +165,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "granitemoehybrid-dense": {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": _HYBRID * 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57,
+    },
     "nemotron_h": {"hybrid_override_pattern": "MEMEM*EMEM*E"},
     "nemotron_h-dense": {"hybrid_override_pattern": "M-M-M*-M-M*-"},
 }
