@@ -159,6 +159,11 @@ class Sizes:
         """Query heads that share one KV head."""
         return self._one({block.group_size for block in self._owners("query_heads")}, "query heads of a KV head")
 
+    @property
+    def largest_group(self) -> int:
+        """Most query heads that share one KV head in any layer; 0 without heads."""
+        return max((block.group_size for block in self._owners("query_heads")), default=0)
+
     def _shared(self, axis: str) -> int:
         return self._one({block.axes[axis] for block in self._owners(axis)}, axis)
 

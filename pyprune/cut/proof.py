@@ -79,7 +79,9 @@ def _plan_of_open_axes(family: Family, model: PreTrainedModel) -> PrunePlan:
     dense = plan.dense
     attention, mlp = ([i for i in range(dense.num_layers) if dense.units(axis, i)] for axis in ("query_heads", "ffn"))
     if "heads" not in closed and attention:
-        plan = plan.with_layer(attention[0], kv_heads=[1], query_heads=[dense.group_size])
+        plan = plan.with_layer(
+            attention[0], kv_heads=[1], query_heads=[dense.blocks(attention[0])["attention"].group_size]
+        )
     if "ffn" not in closed and mlp:
         plan = plan.with_layer(mlp[0], ffn=range(5, 30)).with_layer(mlp[2 % len(mlp)], ffn=range(9))
     if dense.units("shared_ffn", 4):

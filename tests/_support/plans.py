@@ -9,10 +9,10 @@ from pyprune.plan import PrunePlan, kv_head_of
 
 def keep_kv_groups(plan: PrunePlan, layer: int, kv_heads: list[int], per_group: int | None = None) -> PrunePlan:
     """Keep whole KV groups of a layer, or only the last ``per_group`` query heads of each."""
-    dense = plan.dense
+    sizes = plan.dense.blocks(layer)["attention"]
     heads = []
     for kv in kv_heads:
-        group = [q for q in range(dense.num_attention_heads) if kv_head_of(q, dense) == kv]
+        group = [q for q in range(sizes.axes["query_heads"]) if kv_head_of(q, sizes) == kv]
         heads += group if per_group is None else group[-per_group:]
     return plan.with_layer(layer, query_heads=heads, kv_heads=kv_heads)
 
@@ -27,16 +27,16 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
     """One plan an axis, then combinations; indices are chosen so that a wrong one cannot pass unnoticed."""
     dense = identity.dense
     layers = range(dense.num_layers)
-    last_kv = dense.num_key_value_heads - 1
-    kv_kept = [last_kv] if dense.num_key_value_heads < 3 else [0, last_kv]
+    last_kv = {i: dense.units("kv_heads", i) - 1 for i in layers}
+    kv_kept = {i: [last] if last < 2 else [0, last] for i, last in last_kv.items()}
     heads = query_heads = ffn = identity
     attention, mlp = ([i for i in layers if dense.units(axis, i)] for axis in ("query_heads", "ffn"))
     for i in mlp:
         ffn = with_shared(ffn.with_layer(i, ffn=range(3, 27)), i, range(4, 40))
     for i in attention:
-        heads = keep_kv_groups(heads, i, kv_kept)
-        if dense.group_size > 1:
-            query_heads = keep_kv_groups(query_heads, i, list(range(dense.num_key_value_heads)), 1)
+        heads = keep_kv_groups(heads, i, kv_kept[i])
+        if dense.blocks(i)["attention"].group_size > 1:
+            query_heads = keep_kv_groups(query_heads, i, list(range(dense.units("kv_heads", i))), 1)
     unequal, skipped, dropped = identity, identity, 3
     if mlp:
         unequal = identity.with_layer(mlp[1 % len(mlp)], ffn=range(0, 40, 3)).with_layer(
@@ -47,14 +47,14 @@ def axis_plans(identity: PrunePlan) -> dict[str, PrunePlan]:
     if several:
         skipped = identity.with_layer(several[2 % len(several)], ffn=[])
     if attention:
-        unequal = keep_kv_groups(unequal, attention[0], [last_kv])
+        unequal = keep_kv_groups(unequal, attention[0], [last_kv[attention[0]]])
         # The cache's length is read from one layer: attention goes from the first and from a later one.
         for i in (i for i in (attention[0], attention[3 % len(attention)]) if len(dense.blocks(i)) > 1):
             skipped = skipped.with_layer(i, query_heads=[], kv_heads=[])
     everything = skipped
     if attention:
         again = attention[1 % len(attention)]
-        everything = keep_kv_groups(skipped, again, kv_kept)
+        everything = keep_kv_groups(skipped, again, kv_kept[again])
         dropped = 2 if again == dropped else dropped
     odd_hidden = [i for i in range(dense.hidden_size) if i not in (0, 5, 7)]
     plans = {

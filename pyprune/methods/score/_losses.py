@@ -63,7 +63,7 @@ def _loss(ranking: Ranking, plan: PrunePlan, axis: ScoreAxis) -> AxisLoss:
     if axis == "ffn":
         return AxisLoss(axis, total - sum(len(layer.ffn) for layer in kept), total, share)
     loss = AxisLoss(axis, total - sum(len(layer.query_heads) for layer in kept), total, share)
-    if not scope.whole_groups or scope.dense.group_size == 1:
+    if not scope.whole_groups or scope.dense.largest_group == 1:
         return loss
     groups = scope.count("kv_heads")
     return replace(loss, removed_groups=groups - sum(len(layer.kv_heads) for layer in kept), open_groups=groups)
@@ -114,8 +114,9 @@ def _reason(
 ) -> tuple[str, Sequence[str]]:
     """Return why nothing of an axis is removed, and the options that change it."""
     score, scope = ranking.score, ranking.scope
-    if axis == "heads" and scope.whole_groups and scope.dense.num_key_value_heads == 1 and not score.allow_empty:
-        one_by_one = ["score.heads_unit=query_head"] if scope.dense.group_size > 1 else []
+    single = all(scope.units("kv_heads", layer) <= 1 for layer in scope.layers)
+    if axis == "heads" and scope.whole_groups and single and not score.allow_empty:
+        one_by_one = ["score.heads_unit=query_head"] if scope.dense.largest_group > 1 else []
         return "each layer has one KV head, which is kept", [*one_by_one, "score.allow_empty=true"]
     if score.uniform:
         reason = "every smaller number is beyond the goal or fits no stock architecture"

@@ -331,7 +331,7 @@ class Ranking:
             return "; with score.uniform only the numbers of heads that a stock architecture allows can be removed"
         if self.score.allow_empty or all(o.axis != "heads" or o.removable for o in orders):
             return ""
-        if self.scope.whole_groups and self.scope.dense.group_size > 1:
+        if self.scope.whole_groups and self.scope.dense.largest_group > 1:
             return "; each layer has one KV head, which is kept: score.heads_unit=query_head opens its query heads"
         return "; each layer has one head, which is kept unless score.allow_empty is on"
 

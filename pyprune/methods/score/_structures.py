@@ -104,7 +104,7 @@ class OpenUnits:
         if unknown:
             raise ConfigError(f"score.layers names {shown(unknown)}; the model has layers 0 to {total - 1}.")
         # Without grouped queries a query head is a whole group.
-        whole = config.heads_unit == "kv_group" or dense.group_size == 1
+        whole = config.heads_unit == "kv_group" or dense.largest_group == 1
         scope = cls(dense, config.axes, tuple(layers), whole)
         owned = {axis for _, axis in scope.places}
         return replace(scope, axes=tuple(axis for axis in config.axes if axis in owned))

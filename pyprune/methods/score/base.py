@@ -355,7 +355,7 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     else:
         reason = "the next unit in the order of the scores is larger than the rest of the goal, and none is skipped"
         closer.append("the ranking 'local', which continues with smaller steps")
-    if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.group_size > 1:
+    if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.largest_group > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     advice = f" This may come closer: {'; '.join(closer)}." if closer else ""
     return [f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {reason}.{advice}"]

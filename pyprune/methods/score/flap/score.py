@@ -41,7 +41,8 @@ def score(run: Scoring) -> None:
         account.state = sum(m.bytes for m in moments.values())
     for (layer, axis), name in names.items():
         channels = standardised_fluctuation(moments[name].variance, run.module_weight(name), masked=run.masked)
-        heads = channels.view(-1, run.scope.dense.head_dim).mean(1) if axis == "heads" else channels
+        size = run.scope.dense.channels("query_heads", layer or 0) if axis == "heads" else 1
+        heads = channels.view(-1, size).mean(1)
         run.add_units(layer, axis, heads, part=name)
     run.details["tokens"] = run.samples.numel()
 

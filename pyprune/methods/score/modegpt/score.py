@@ -38,9 +38,9 @@ def score(run: Scoring) -> None:
     runner = LayerRunner.of(run.model) if run.layers is None else run.layers
     size = run.score.batch_size or micro_batch_for(len(run.samples), run.samples.shape[1])
     streams = [runner.embed(batch.to(run.device)) for batch in run.samples.split(size)]
-    width = run.scope.dense.intermediate_size
     with frozen_eval(runner.model):
         for index in track(range(max(names) + 1), "second moments"):
+            width = run.scope.units("ffn", index)
             moments = torch.zeros(width, width, device=run.device)
             with runner.layer(index) as layer, ExitStack() as hooks:
                 if index in names:

@@ -86,8 +86,8 @@ def _add(run: Scoring, layer: int | None, axis: str, weight: Tensor, moments: _M
     inputs = moments.inputs / moments.tokens
     outputs = moments.outputs * (predicted**2 / moments.tokens)  # gradients were those of the mean loss
     grouped = axis == "heads" and run.scope.whole_groups
-    heads = {"heads": dense.group_size if grouped else 1}.get(axis)
-    size = heads * dense.head_dim if heads else 1
+    heads = (run.scope.group_size(layer) if grouped else 1) if axis == "heads" else 0
+    size = heads * dense.channels("query_heads", layer or 0) if heads else 1
     costs = removal_costs(weight, inputs, outputs, size, damping=damping, name=f"{axis} of layer {layer}")
     # The query heads of a group are removed together, and a group counts their sum.
     run.add_units(layer, axis, costs.repeat_interleave(heads) / heads if heads else costs)

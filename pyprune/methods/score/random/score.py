@@ -28,4 +28,4 @@ def _numbers(scope: OpenUnits, axis: str, layer: int | None, generator: torch.Ge
     if axis != "heads" or not scope.whole_groups:
         return torch.rand(scope.units(axis, layer), generator=generator, dtype=torch.float64)
     groups = torch.rand(scope.units("kv_heads", layer), generator=generator, dtype=torch.float64)
-    return groups.repeat_interleave(scope.dense.group_size) / scope.dense.group_size
+    return groups.repeat_interleave(scope.group_size(layer)) / scope.group_size(layer)
