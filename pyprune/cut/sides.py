@@ -302,4 +302,4 @@ class CompactedLayers(CutSide):
 
     def run(self, module: nn.Module, part: Part, stream: Tensor) -> Tensor:
         """Return the pruned stream [B, T, H'] after a part; the layer has another index than in the dense model."""
-        return super().run(module, Part(self.position[part.layer], part.blocks), stream)
+        return super().run(module, replace(part, layer=self.position[part.layer]), stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyprune.families import Family
 from pyprune.families.base import Block
@@ -16,12 +16,14 @@ class Step:
 
     Attributes:
         part: as it is in the dense model.
+        cut_part: as it is in the cut model, where it may be the last one of its layer.
         writers: its blocks that the plan keeps.
         absorbs: removed parts between it and the next step, in order; its writers take over their output.
         exact: nothing is removed up to here, so that the cut model's stream after it is the dense model's.
     """
 
     part: Part
+    cut_part: Part
     writers: tuple[Block, ...]
     absorbs: tuple[Part, ...]
     exact: bool
@@ -40,10 +42,12 @@ def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
             else:
                 (kept[-1][2] if kept else lost).append(part)
     steps: list[Step] = []
+    last = {part.layer: part for part, _, _ in kept}
     exact = not lost and not plan.removed_hidden
     for part, writers, absorbs in kept:
         exact = exact and not absorbs and writers == part.blocks and _whole(part, layers[part.layer], plan)
-        steps.append(Step(part, writers, tuple(absorbs), exact))
+        cut_part = replace(part, ends=part is last[part.layer])
+        steps.append(Step(part, cut_part, writers, tuple(absorbs), exact))
     return steps, lost
 
 

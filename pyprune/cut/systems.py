@@ -43,6 +43,7 @@ class Writers:
     Attributes:
         projections: the writers.
         gain: of the norm after them, or None.
+        scale: the layer multiplies the stream by it after them.
     """
 
     def __init__(self, cut: CutSide, step: Step, layer: nn.Module, multiplier: float, room: int) -> None:
@@ -50,6 +51,7 @@ class Writers:
         self.step = step
         self.layer = layer
         self.multiplier = multiplier
+        self.scale = cut.runner.scale(layer, step.cut_part)
         self.projections = cut.writers(step, layer)
         self.gain = cut.gain(step, layer)
         self._room = room
@@ -84,7 +86,7 @@ class Writers:
         idle: Sequence[Projection] = self.projections if self._checked else ()
         forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_zeros, p) for p in idle}
         with record_calls({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
-            out = self.cut.run(self.layer, self.step.part, stream)
+            out = self.cut.run(self.layer, self.step.cut_part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
             if not self._checked:
                 written = self._sum(stream, [seen[p.name][1] for p in self.projections])
@@ -119,7 +121,8 @@ class Writers:
         """Add the sum of the writers' outputs to the stream [B, T, H']."""
         if self.gain is not None:
             written = self.cut.runner.apply(self.gain.module, written)
-        return stream + (written if self.multiplier == 1.0 else written * self.multiplier)
+        stream = stream + (written if self.multiplier == 1.0 else written * self.multiplier)
+        return stream if self.scale == 1.0 else stream * self.scale
 
     def _check_addition(self, out: Tensor, expected: Tensor, written: torch.dtype) -> None:
         # Autocast rounds what is written; parallel blocks may be added to each other first, or to the stream.
@@ -216,7 +219,7 @@ class Readers:
         handle = self.projections[0].module.register_forward_pre_hook(stop)
         try:
             with suppress(_Reached):
-                self.cut.run(self.layer, self.step.part, cast(Tensor, chunk.cut))
+                self.cut.run(self.layer, self.step.cut_part, cast(Tensor, chunk.cut))
         finally:
             handle.remove()
         return chunk.tokens(inputs[0])

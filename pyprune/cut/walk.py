@@ -150,7 +150,7 @@ class Walk:
     def advance_cut(self, step: Step, layer: nn.Module) -> None:
         """Take the cut stream past a step in which nothing is solved."""
         for chunk in self.chunks:
-            chunk.cut = self.cut.run(layer, step.part, cast(Tensor, chunk.cut))
+            chunk.cut = self.cut.run(layer, step.cut_part, cast(Tensor, chunk.cut))
 
     def solve_writers(self, step: Step, layer: nn.Module) -> None:
         """Solve the writers of a step for the dense stream where it stands now, and take the cut stream past it."""
@@ -240,7 +240,7 @@ class Walk:
         sums = torch.zeros(2, len(start.weight), dtype=torch.float64, device=start.weight.device)
         for chunk in self.chunks:
             if everything or not chunk.held_back:
-                residual, weight = self._residual(chunk)
+                residual, weight = self._residual(writers, chunk)
                 normalised, _ = writers.normalised(chunk)
                 if weight is not None:
                     residual, normalised = residual * weight[:, None], normalised * weight[:, None]
@@ -278,7 +278,7 @@ class Walk:
         for chunk in self.chunks:
             if chunk.held_back == held_back:
                 x = torch.cat([chunk.tokens(x) for x in writers.inputs(chunk)], 1)
-                target, weight = self._residual(chunk)
+                target, weight = self._residual(writers, chunk)
                 if writers.gain is not None:
                     # The norm takes y to gain * y / divisor, here with the divisor of the writers as they are.
                     _, divisor = writers.normalised(chunk)
@@ -287,9 +287,9 @@ class Walk:
                 equations.add(x, target, weight)
         equations.forget_sums()
 
-    def _residual(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+    def _residual(self, writers: Writers, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """Return the output that a step's block lacks, float32 [tokens, H'], and the weight of each token's error."""
-        target = chunk.tokens(self.cut.target(chunk.dense))
+        target = chunk.tokens(self.cut.target(chunk.dense)) / writers.scale
         residual, weight = target - chunk.tokens(cast(Tensor, chunk.cut)), self._weight(target)
         if self.multiplier != 1.0:
             residual = residual / self.multiplier

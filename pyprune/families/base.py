@@ -306,10 +306,17 @@ class Family:
         needs_mask: layers read the mask of attention, also one that only hides later positions.
         hidden_fields: the config fields that hold the hidden size.
         layer_lists: the config fields with a value for each layer, which are sliced with the layers.
+        last_word: the entry of ``layer_types`` that the stock configuration gives the last layer, whatever was there.
+        layer_fields: the config fields of which the stock configuration holds values by layer (``per_layer_config``).
+        layer_inputs: the config field that holds the channels of each layer on the axis ``layers``; "" = none does.
+        layer_scales: names of buffers of a layer that hold one number, by which it multiplies the stream at its end.
+        gives_more: (config) -> whether layers are given what depends on more than the shape of the stream: embeddings
+            of their own, or keys of earlier layers.
         index_lists: the config fields with indices of layers, which are renumbered.
         other_lists: config fields with a list that has nothing to do with layers.
         computed_lists: properties of the configuration class that compute a value for each layer from its index. The
             pruned architecture holds those of the kept layers (:func:`stored_lists`).
+        needed_kinds: kind of layers -> the kind of layers that read their keys and values, and need them.
         closed: axis (or "layers") -> reason why no plan may cut it.
         layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
         plan_obstacle: (config, plan) -> reason why a model of the type cannot lose the removed layers, or None.
@@ -359,9 +366,15 @@ class Family:
     needs_mask: bool = False
     hidden_fields: tuple[str, ...] = ("hidden_size",)
     layer_lists: tuple[str, ...] = ("layer_types",)
+    last_word: str = ""
+    layer_fields: tuple[str, ...] = ()
+    layer_inputs: str = ""
+    layer_scales: tuple[str, ...] = ()
+    gives_more: Callable[[PretrainedConfig], bool] = lambda config: False
     index_lists: tuple[str, ...] = ()
     other_lists: tuple[str, ...] = ()
     computed_lists: tuple[str, ...] = ()
+    needed_kinds: Mapping[str, str] = field(default_factory=dict, hash=False)
     closed: Mapping[str, str] = field(default_factory=dict)
     layers_alone: str = ""
     plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None

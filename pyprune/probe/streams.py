@@ -7,16 +7,19 @@ wherever the rest of the model is.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -28,6 +31,9 @@ from pyprune.runtime.modes import evaluation_mode
 from pyprune.runtime.products import products_in
 from pyprune.runtime.progress import track
 
+Calls = list[dict[str, Any]]
+"""For every layer the arguments of its call besides the stream, by name."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -36,10 +42,12 @@ class Part:
     Attributes:
         layer: index of the decoder layer.
         blocks: its blocks that write there, one or (parallel) all.
+        ends: whether what a layer does after its blocks follows (Gemma 4 multiplies the stream); no other part comes.
     """
 
     layer: int
     blocks: tuple[Block, ...]
+    ends: bool = True
 
     def __str__(self) -> str:
         return f"layer {self.layer} {' and '.join(self.blocks)}"
@@ -54,7 +62,7 @@ def parts_of(family: Family, layer: int, blocks: tuple[Block, ...]) -> tuple[Par
         blocks: all its blocks.
     """
     side_by_side = family.parallel or any(row.role == "pre_norm" and row.block is None for row in family.rows)
-    return (Part(layer, blocks),) if side_by_side else tuple(Part(layer, (block,)) for block in blocks)
+    return (Part(layer, blocks),) if side_by_side else tuple(Part(layer, (b,), b == blocks[-1]) for b in blocks)
 
 
 class LayerRunner:
@@ -76,7 +84,8 @@ class LayerRunner:
         self.layers = decoder_layers(model)
         self.blocks = family.blocks_of_layers(model.config)
         self.device = model.device
-        self._calls: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._calls: dict[tuple[int, int], Calls] = {}
+        self._calls_of = WeakTensorKeyDictionary() if family.gives_more(model.config) else None
         self._bfloat16 = False
         known = partial(_stream_among, family.layer_values) if family.layer_values else identity
         self._skips = {layer: skip_layer(layer) if family.layers_alone else known for layer in self.layers}
@@ -133,8 +142,15 @@ class LayerRunner:
 
         with replaced_forwards({layer: recorder(layer) for layer in self.layers}):
             self.model.base_model(input_ids=ids.to(self.model.device), use_cache=False)
-        self._calls[streams[0].shape[0], streams[0].shape[1]] = self._drop_causal_masks(calls)
-        return streams[0]
+        return self._remember(streams[0], self._drop_causal_masks(calls))
+
+    def _remember(self, stream: Tensor, calls: Calls) -> Tensor:
+        """Keep the other arguments of the calls of all layers for a stream, and return it."""
+        if self._calls_of is None:
+            self._calls[stream.shape[0], stream.shape[1]] = calls
+        else:
+            self._calls_of[stream] = calls
+        return stream
 
     def _drop_causal_masks(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Drop masks from the calls of the layers that only hide later positions.
@@ -241,8 +257,36 @@ class LayerRunner:
         """
         call = self.keywords(part.layer, stream)
         silent = set(self.blocks[part.layer]) - set(part.blocks)
-        with silent_blocks(module, self.family, silent), self.autocast(stream):
-            return leaving_stream(module(stream, **call))
+        if self._calls_of is not None:  # what layers leave for later ones belongs to one stream
+            shared = {name: copy.copy(value) for name, value in call.items() if isinstance(value, MutableMapping)}
+            calls, call = self._calls_of[stream], call | shared
+        with silent_blocks(module, self.family, silent), self._end(module, part), self.autocast(stream):
+            out = leaving_stream(module(stream, **call))
+        return out if self._calls_of is None else self._remember(out, [others | shared for others in calls])
+
+    @contextmanager
+    def _end(self, module: nn.Module, part: Part) -> Iterator[None]:
+        """Let a layer do what it does after its blocks, or, if other parts of it follow, nothing of it."""
+        if part.ends:
+            yield
+            return
+        scales = {name: module.get_buffer(name) for name in self.family.layer_scales}
+        start = f"{self.family.layers_path}.{{i}}."
+        writers = (row for row in self.family.rows if (row.role, row.block, row.is_bias) == ("writer", None, False))
+        names = [row.pattern.removeprefix(start).removesuffix(".weight") for row in writers]
+        modules = [getattr(module, name) for name in names if hasattr(module, name)]
+        try:
+            for name, scale in scales.items():
+                setattr(module, name, torch.ones_like(scale))
+            with replaced_forwards({writer: partial(_zeros_of, writer) for writer in modules}):
+                yield
+        finally:
+            for name, scale in scales.items():
+                setattr(module, name, scale)
+
+    def scale(self, module: nn.Module, part: Part) -> float:
+        """Return the number by which a layer multiplies the stream after a part."""
+        return prod(float(module.get_buffer(name)) for name in self.family.layer_scales) if part.ends else 1.0
 
     def run_(self, module: nn.Module, part: Part, streams: list[Tensor]) -> None:
         """Take the streams [B, T, H] of batches through a part, in their list; one at a time is held twice."""
@@ -250,8 +294,22 @@ class LayerRunner:
             streams[number] = self.run(module, part, stream)
 
     def keywords(self, index: int, stream: Tensor) -> dict[str, Any]:
-        """Return a layer's other arguments for a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen."""
-        return self._calls[stream.shape[0], stream.shape[1]][index]
+        """Return a layer's other arguments for a stream [B, T, ...] of a shape [B, T] that :meth:`embed` has seen.
+
+        Raises:
+            UnsupportedModelError: they depend on more than the shape, and the stream is not one that :meth:`embed` or
+                :meth:`run` returned.
+        """
+        if self._calls_of is None:
+            return self._calls[stream.shape[0], stream.shape[1]][index]
+        if stream not in self._calls_of:
+            raise UnsupportedModelError(
+                f"The layers of this {self.family.model_type!r} model read embeddings of their own or keys of earlier "
+                "layers, so that this step cannot run one on another stream.\n"
+                "Choose the method wanda, magnitude or shortgpt."
+            )
+        calls: Calls = self._calls_of[stream]
+        return calls[index]
 
     @contextmanager
     def continue_from(self, stream: Tensor) -> Iterator[PreTrainedModel]:
@@ -291,17 +349,13 @@ class HostLayers(LayerRunner):
         self._changed: dict[str, Tensor] = {}
 
     @override
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the stream [B, T, H] that enters the first layer, on the device."""
-        stream = super().embed(ids)
+    def _remember(self, stream: Tensor, calls: Calls) -> Tensor:
         copies: dict[int, Tensor] = {}  # tensors that layers share are copied once
 
         def move(value: Any) -> Any:
             return copies.setdefault(id(value), value.to(self.device)) if isinstance(value, Tensor) else value
 
-        shape = ids.shape[0], ids.shape[1]
-        self._calls[shape] = [tree_map(move, call) for call in self._calls[shape]]
-        return stream.to(self.device)
+        return super()._remember(stream.to(self.device), [tree_map(move, call) for call in calls])
 
     @contextmanager
     @override
@@ -336,6 +390,11 @@ class HostLayers(LayerRunner):
         if processes.gets_result():
             changed = {name: self.layers[index].get_parameter(name).data for name in names}
             self._changed |= {name: values.to(self.model.device) for name, values in changed.items()}
+
+
+def _zeros_of(writer: nn.Module, x: Tensor) -> Tensor:
+    """Return zeros in the shape of what a linear module returns."""
+    return x.new_zeros(*x.shape[:-1], cast(nn.Linear, writer).out_features)
 
 
 def _zeros(*args: Any, hidden_states: Tensor | None = None, **_: Any) -> Tensor:
