@@ -72,12 +72,14 @@ class Sizes:
         vocab_size: rows of the token embedding.
         kinds: kind of layer -> its blocks by name, in the order in which a layer runs them.
         layers: kind of every layer.
+        layer_inputs: channels that each layer has in parameters outside of the layers.
     """
 
     hidden_size: int
     vocab_size: int
     kinds: Mapping[str, Mapping[str, BlockSizes]] = field(hash=False)
     layers: tuple[str, ...]
+    layer_inputs: int = 0
 
     @classmethod
     def decoder(
@@ -209,7 +211,8 @@ class Sizes:
             }
             for kind, blocks in self.kinds.items()
         }
-        return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "kinds": kinds}
+        inputs = {"layer_inputs": self.layer_inputs} if self.layer_inputs else {}
+        return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, **inputs, "kinds": kinds}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -220,14 +223,16 @@ class Sizes:
         """
         if isinstance(data, Mapping) and "num_layers" in data:
             data = _upgrade_sizes(data)
-        _check_keys(data, ("hidden_size", "vocab_size", "kinds"), "dense")
+        optional = ("layer_inputs",) if isinstance(data, Mapping) and "layer_inputs" in data else ()
+        _check_keys(data, ("hidden_size", "vocab_size", *optional, "kinds"), "dense")
         hidden, vocab = (_count(data[name], f"dense.{name}", least=1) for name in ("hidden_size", "vocab_size"))
         kinds = _named(data["kinds"], "dense.kinds")
         for kind, entry in kinds.items():
             _check_keys(entry, ("layers", "blocks"), f"dense.kinds.{kind}")
         blocks = {kind: _blocks(entry["blocks"], f"dense.kinds.{kind}") for kind, entry in kinds.items()}
         layers = _kinds_of_layers({kind: entry["layers"] for kind, entry in kinds.items()})
-        sizes = cls(hidden, vocab, blocks, layers)
+        inputs = _count(data["layer_inputs"], "dense.layer_inputs") if optional else 0
+        sizes = cls(hidden, vocab, blocks, layers, inputs)
         _check_bounds(sizes)
         return sizes
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyprune.errors import CheckpointError, shown
+from pyprune.families import has_unread_sizes
 from pyprune.plan import MAX_INDEX
 from pyprune.serving.widths import BITS_OF_A_WORD, size_fields
 
@@ -63,7 +64,7 @@ class Checkpoint:
     @property
     def is_stock(self) -> bool:
         """Check that plain Transformers and vLLM load it: no architecture of pyprune, and no sizes per layer."""
-        return not (self.architecture.startswith("Pruned") or self.config.get("per_layer_config"))
+        return not (self.architecture.startswith("Pruned") or has_unread_sizes(self.config))
 
     @property
     def max_length(self) -> int | None:
@@ -295,9 +296,9 @@ def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
     """Refuse sizes per layer in a folder of another program: engines would build a model of equal layers.
 
     Raises:
-        CheckpointError: a stock architecture with ``per_layer_config``.
+        CheckpointError: a stock architecture with ``per_layer_config`` that it does not read.
     """
-    if checkpoint.config.get("per_layer_config") and not checkpoint.architecture.startswith("Pruned"):
+    if has_unread_sizes(checkpoint.config):
         raise CheckpointError(
             f"{source} has sizes per layer that no stock architecture reads; pyprune did not write it so."
         )

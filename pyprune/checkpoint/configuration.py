@@ -27,7 +27,13 @@ from pyprune.checkpoint.plausible import (
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
-from pyprune.families import all_families, dense_family, family_of_type, find_family, parameter_shapes
+from pyprune.families import (
+    all_families,
+    dense_family,
+    family_of_type,
+    has_unread_sizes,
+    parameter_shapes,
+)
 from pyprune.families.alone import is_remote, remember_remote
 
 GENERATION = "generation_config.json"
@@ -151,7 +157,7 @@ def load_config(source: str, **options: Any) -> Any:
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
-        if values.get("per_layer_config") and _is_stock(values.get("model_type")):
+        if has_unread_sizes(values):
             raise CheckpointError(
                 f"{label(source)} has a per_layer_config that no stock architecture reads, and Transformers builds no "
                 "model of it. pyprune reads sizes per layer in checkpoints that it wrote itself."
@@ -163,10 +169,6 @@ def load_config(source: str, **options: Any) -> Any:
     if is_remote(config) and config.model_type not in all_families():
         remember_remote(config)
     return config
-
-
-def _is_stock(model_type: object) -> bool:
-    return not str(model_type).startswith("pruned_") and find_family(model_type) is not None
 
 
 def is_folder(source: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, family_for, named_axes
+from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, dense_family, family_for, named_axes
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.hooks import LayerHooks
@@ -23,7 +23,8 @@ from pyprune.probe.hooks import LayerHooks
 def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
     """Zero in place everything that the plan removes; shapes stay dense.
 
-    A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. A removed
+    A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. What a removed layer
+    multiplies the stream by (Gemma 4) becomes 1. A removed
     hidden channel is zero in every tensor with a hidden axis (for Gemma's 1 + w norms, 1 + w is zero).
     Of a type without a table, a removed layer runs and its output is replaced by its input, by a hook.
     Families that slice LayerNorm through the gauge are put into it first (see :func:`gauge_`).
@@ -43,6 +44,9 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
         return
     for param in named_axes(model):
         masking.apply_(param)
+    for index in plan.removed_layers:
+        for name in family.layer_scales:
+            decoder_layers(model)[index].get_buffer(name).fill_(1)
 
 
 class Masking:
@@ -114,12 +118,17 @@ def _hook_layers(model: PreTrainedModel, plan: PrunePlan) -> LayerHooks:
 def restored(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Give a copy of all weights (by parameter name), and put it back bit for bit when the block ends."""
     saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = dense_family(model).layer_scales
+    scales = [layer.get_buffer(name) for layer in decoder_layers(model) for name in names]
+    values = [scale.clone() for scale in scales]
     try:
         yield saved
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(saved[name])
+            for scale, value in zip(scales, values, strict=True):
+                scale.copy_(value)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from pyprune.families import Family, StockTarget
 from pyprune.families.alone import shorter_config
-from pyprune.families.base import Axis, axis_width, kept_indices, kept_lists, renumbered
+from pyprune.families.base import Axis, axis_width, kept_indices, kept_lists, layer_overrides, renumbered
 from pyprune.plan import LayerPlan, PrunePlan, Sizes
 
 
@@ -86,6 +86,8 @@ def _common_values(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
     for key in family.layer_lists:
         if values.get(key) is not None:
             values[key] = [values[key][i] for i in plan.kept_layers]
+    if family.layer_fields:
+        values["per_layer_config"] = {i: layer_overrides(config, old) for i, old in enumerate(plan.kept_layers)}
     values |= {key: renumbered(values[key] or (), plan.kept_layers) for key in family.index_lists}
     return values | family.kind_values(config, [layer.kind for layer in plan.layers])
 
@@ -95,10 +97,12 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
     heads, kv_heads = (max(layer.widths[axis] for layer in plan.layers) for axis in range(2))
     values = _common_values(family, config, plan)
     values |= {"num_attention_heads": heads} if heads else {}
-    for layer in plan.layers:
+    for layer in reversed(plan.layers):  # the last ones may be wider by a rule (Gemma 4)
         widths = {name: len(layer.units(axis)) for axis, name in family.width_fields(layer.kind).items()}
         values |= {name: width for name, width in widths.items() if width and hasattr(config, name)}
-    if family.has_head_dim_field and heads:
+    if family.layer_fields:
+        _count_kv_heads(values, plan)
+    elif family.has_head_dim_field and heads:
         values |= {"num_key_value_heads": kv_heads, **family.head_dim_values(plan.dense)}
     values |= stock.config_changes(config)
     # A stock architecture with biases on its output projections has another switch for them.
@@ -106,11 +110,22 @@ def _stock_config(family: Family, config: PretrainedConfig, plan: PrunePlan, sto
     return AutoConfig.for_model(stock.model_type, **values)
 
 
+def _count_kv_heads(values: dict[str, Any], plan: PrunePlan) -> None:
+    """State the KV heads of every layer; those that most layers have are the global ones."""
+    usual = values["num_key_value_heads"]
+    layers = values["per_layer_config"].values()
+    pairs = zip(plan.layers, layers, strict=True)
+    counts = [len(layer.kv_heads) or own.get("num_key_value_heads", usual) for layer, own in pairs]
+    values["num_key_value_heads"] = max(counts, key=counts.count)
+    for own, count in zip(layers, counts, strict=True):
+        own["num_key_value_heads"] = count
+
+
 def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) -> PretrainedConfig:
     from pyprune.modeling import pruned_config_class
 
     values = _common_values(family, config, plan)
-    if plan.dense.head_dim:
+    if not family.layer_fields and plan.dense.head_dim:
         values |= {"num_key_value_heads": plan.dense.num_key_value_heads, **family.head_dim_values(plan.dense)}
     if plan.removed_layers:
         values |= kept_lists(config, family.computed_lists, plan.kept_layers)
@@ -122,22 +137,25 @@ def _pruned_config(family: Family, config: PretrainedConfig, plan: PrunePlan) ->
         values.setdefault(name, max(plan.dense.units(axis, layer.index) for layer in plan.layers))
     # vLLM divides the largest number of heads of all layers among its ranks, those without attention among them.
     most = tuple(max(layer.widths[axis] for layer in plan.layers) for axis in (0, 1))
+    stock = values.get("per_layer_config") or {}
     values["per_layer_config"] = {
-        i: changed
+        i: {**stock.get(i, {}), **_layer_overrides(family, layer, plan.dense, most, {**values, **stock.get(i, {})})}
         for i, layer in enumerate(plan.layers)
-        if (changed := _layer_overrides(family, layer, plan.dense, most))
     }
     return cast(PretrainedConfig, pruned_config_class(family.model_type)(**values))
 
 
-def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple[int, ...]) -> dict[str, Any]:
-    """Return the widths of a layer that differ from the dense ones, in Transformers' per_layer_config notation.
+def _layer_overrides(
+    family: Family, layer: LayerPlan, dense: Sizes, most: tuple[int, ...], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the widths of a layer that its configuration does not have, in Transformers' per_layer_config notation.
 
     Args:
         family: of the model.
         layer: its kept parts.
         dense: the dense widths.
         most: query and KV heads that a layer without attention is given.
+        values: the configuration of the layer, as the dense model has it.
     """
     heads, kv_heads, _ = layer.widths
     skip = [block for block in dense.blocks(layer.index) if not layer.keeps(block)]
@@ -149,5 +167,9 @@ def _layer_overrides(family: Family, layer: LayerPlan, dense: Sizes, most: tuple
             for axis, name in family.width_fields(layer.kind).items()
         },
     }
-    changed = {name: width for name, (width, whole) in usual.items() if width and whole and width != whole}
+    changed = {
+        name: width
+        for name, (width, whole) in usual.items()
+        if width and whole and width != (values.get(name) or whole)
+    }
     return {"skip": skip, **changed} if skip else changed

@@ -48,6 +48,7 @@ __all__ = [
     "family_or_reason",
     "family_of_type",
     "find_family",
+    "has_unread_sizes",
     "named_axes",
     "parameter_shapes",
     "parameters_after",
@@ -95,6 +96,7 @@ def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
             "base",
             "common",
             "exceptions",
+            "gemma4",
             "gguf_forms",
             "infer",
             "latent",
@@ -151,6 +153,17 @@ def begins_with_bos(config: Any) -> bool:
     """
     family = find_family(getattr(config, "model_type", ""))
     return family is not None and family.begins_with_bos
+
+
+def has_unread_sizes(config: Mapping[str, Any]) -> bool:
+    """Check whether a config.json (plain data) gives a stock architecture sizes by layer that it does not read."""
+    layers, model_type = config.get("per_layer_config"), str(config.get("model_type"))
+    if not layers or model_type.startswith("pruned_"):
+        return False
+    family = find_family(model_type)
+    if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
+        return True
+    return not {name for own in layers.values() for name in own} <= set(family.layer_fields if family else ())
 
 
 def find_family(model_type: object) -> Family | None:

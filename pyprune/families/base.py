@@ -26,8 +26,9 @@ Axis = str
 """Name of what a dimension counts: one of :data:`SHARED_AXES`, or an axis that :attr:`Family.kinds` gives a block."""
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
-SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner", "experts")
-"""Axes that no block owns. ``inner`` is the inside of a block that is kept whole. Of these a plan cuts hidden only."""
+SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner", "experts", "layers")
+"""Axes that no block owns. ``inner`` is the inside of a block that is kept whole, and ``layers`` the channels that each
+layer has in a parameter outside of the layers. Of these a plan cuts hidden and layers only."""
 PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
 """Axis that counts heads -> the axis that counts their channels."""
 PLAN_AXES: Mapping[Axis, str] = {"heads": "query_heads"}
@@ -75,6 +76,8 @@ class Row:
         by_head: the dimension is fused by query head (Qwen3.5: the query of a head and its gate).
         head_dim: name of the channels that a head has in this parameter, if they are not those of the output
             projection: a key of :attr:`Family.head_fields`.
+        by_root: of a reader whose output the model divides by the root of the hidden size, which a cut changes as it
+            changes the stream (Gemma 4).
 
     Raises:
         UnsupportedModelError: a fused dimension with an axis of :data:`SHARED_AXES`, a second one, or one that
@@ -90,6 +93,7 @@ class Row:
     by_group: bool = False
     by_head: bool = False
     head_dim: str = HEAD_DIM
+    by_root: bool = False
 
     def __post_init__(self) -> None:
         fused = [axes for axes in self.dimensions if len(axes) > 1]
@@ -244,6 +248,12 @@ def _unknown_lists(config: PretrainedConfig, known: tuple[str, ...]) -> Iterator
 def is_mixture(kind: str) -> bool:
     """Return whether the MLP of a kind of layers is a mixture of experts."""
     return kind.rpartition("_")[2] == MIXTURE
+
+
+def layer_overrides(config: Any, index: int) -> dict[str, Any]:
+    """Return the values of one layer that differ from the global ones (``per_layer_config``)."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return dict(spec.per_layer_overrides.get(index, {})) if spec is not None else {}
 
 
 def alike_layers(config: PretrainedConfig) -> tuple[str, ...]:
@@ -459,7 +469,8 @@ class Family:
         """Read the dense sizes off a configuration."""
         layers = self.layer_kinds(config)
         kinds = {kind: self.block_sizes(self, config, kind) for kind in self.kinds if kind in layers}
-        return Sizes(config.hidden_size, config.vocab_size, kinds, layers)
+        inputs = getattr(config, self.layer_inputs, 0) if self.layer_inputs else 0
+        return Sizes(config.hidden_size, config.vocab_size, kinds, layers, inputs or 0)
 
     def head_dim_values(self, dense: Sizes) -> dict[str, int]:
         """Return the config value that states the channels of a head; {} if no single field does."""
@@ -588,6 +599,14 @@ class Family:
         """Return the blocks of every layer, in the order in which it runs them; of a cut model those of its layers."""
         return [tuple(self.kinds[kind]) for kind in self.layer_kinds(config)]
 
+    def removable_layers(self, kinds: Sequence[str]) -> tuple[int, ...]:
+        """Return the layers that can be removed whatever else is kept, ascending.
+
+        Args:
+            kinds: of all layers.
+        """
+        return tuple(index for index, kind in enumerate(kinds) if self.needed_kinds.get(kind) not in kinds)
+
     def block_modules(self, block: Block, layer: nn.Module | None = None) -> tuple[str, ...]:
         """Return the names of the modules inside a layer that make up ``block``, in order.
 
@@ -646,6 +665,9 @@ def kept_indices(
     """
     if axis == "hidden":
         return None if len(plan.hidden) == plan.dense.hidden_size else plan.hidden
+    if axis == "layers":
+        width = plan.dense.layer_inputs
+        return tuple(i * width + c for i in plan.kept_layers for c in range(width)) if plan.removed_layers else None
     if layer is None or axis in SHARED_AXES:
         return None
     name, width = unit_of(axis, plan.dense, layer.index, head_dim)
@@ -809,5 +831,12 @@ def check_plan(plan: PrunePlan, family: Family, config: PretrainedConfig) -> Non
                 raise PlanError(
                     f"The plan removes the block {block!r} of layer {layer.index} alone. Keep it, or remove the layer."
                 )
+    kept = {layer.kind for layer in plan.layers}
+    for index in plan.removed_layers:
+        if (reader := family.needed_kinds.get(sizes.layers[index])) in kept:
+            raise PlanError(
+                f"The plan removes layer {index}, whose keys and values kept layers of the kind {reader} read. Keep "
+                "it, or remove those too."
+            )
     if reason := family.plan_obstacle(config, plan):
         raise PlanError(reason)

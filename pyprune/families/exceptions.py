@@ -20,11 +20,19 @@ _QWEN: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_GEMMA4: dict[str, Any] = {
+    "layer_types": ("sliding_attention", "full_attention"),
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+}
 TINY: dict[str, dict[str, Any]] = {
     "jamba": {
         **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0},
         **{"mamba_d_state": 8, "mamba_dt_rank": 5},
     },
+    "gemma4_text": _GEMMA4 | {"hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": _GEMMA4,
     "kimi_linear": {
         "layer_types": ("linear_attention", "full_attention"),
         "mlp_layer_types": ("dense", "dense", "sparse", "sparse"),
@@ -65,7 +73,7 @@ TINY: dict[str, dict[str, Any]] = {
         "n_groups": 2,
     },
 }
-"""Type that may have closed blocks -> values of its tiny model, so that sizes inside them differ from all others.
+"""Type with kinds of layers -> values of its tiny model, so that sizes inside closed blocks differ from all others.
 
 A tuple is a value for each layer, in turn."""
 VARIANTS: dict[str, dict[str, Any]] = {

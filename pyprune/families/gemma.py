@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _STOCK_OBSTACLE = first_obstacle(output_bias_obstacle("Gemma 3's MLP"), width_obstacle, heads_obstacle)
-_ROWS = (
+ROWS = (
     EMBEDDING,
     *norm_rows(LAYER + "input_layernorm", "pre_norm", "attention"),
     *attention_rows(biases=True),
@@ -101,7 +101,7 @@ FAMILIES = (
         classes=StockClasses.locate("gemma3", "Gemma3", config="Gemma3TextConfig"),
         vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
         gguf=(_GGUF,),
-        rows=_ROWS,
+        rows=ROWS,
         stock_targets=(StockTarget("gemma3_text", _STOCK_OBSTACLE),),
         unit_offset_norm=True,
         scaled_embedding=True,

@@ -46,6 +46,7 @@ from pyprune.families.common import (
     width_obstacle,
 )
 from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY, VARIANTS
+from pyprune.families.gemma4 import GIVEN
 from pyprune.families.latent import (
     HEAD_FIELDS,
     latent_channels,
@@ -154,6 +155,8 @@ def tiny_sizes(model_type: str) -> dict[str, Any]:
     Raises:
         UnsupportedModelError: none can be built or understood.
     """
+    if model_type in GIVEN:
+        return tiny_values("any") | own_values(model_type)
     try:
         return _tiny_sizes(model_type, _first_that_builds(model_type)[0], LAYERS)
     except _Obstacle as obstacle:
@@ -162,12 +165,14 @@ def tiny_sizes(model_type: str) -> dict[str, Any]:
 
 @cache
 def inferred_family(model_type: str) -> Family | str:
-    """Return the family of a model type without a table, or the reason why none can be inferred.
+    """Return the family of a model type without a file of its own, or the reason why none can be inferred.
 
     The reason is "" for a type of which Transformers has no causal LM.
     """
     if model_type not in causal_types():
         return ""
+    if model_type in GIVEN:
+        return GIVEN[model_type]
     with undisturbed():
         try:
             return _infer(model_type)

@@ -22,7 +22,7 @@ def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> f
         case "writer":
             return s
         case "reader":
-            return 1 / s if family.reads_raw_stream(row) else 1.0
+            return 1 / s if family.reads_raw_stream(row) and not row.by_root else 1.0
         case "pre_norm":
             return 1.0 if row.is_bias else 1 / s
         case "head":

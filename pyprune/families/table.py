@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyprune.families import all_families, family_or_reason, find_family
 from pyprune.families.base import Family
+from pyprune.families.gemma4 import GIVEN
 from pyprune.families.infer import causal_types
 from pyprune.runtime.report import Table
 
@@ -55,8 +56,14 @@ def _row(family: Family) -> tuple[str, ...]:
     reasons = _kept_whole(family)
     reasons += [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
-    source = "own" if family.model_type in all_families() else "inferred"
-    return (family.model_type, source, *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))
+    return (family.model_type, _source(family), *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))
+
+
+def _source(family: Family) -> str:
+    """Return where the table of a type comes from: its own, inferred, or none."""
+    if family.model_type in all_families() or family.model_type in GIVEN:
+        return "own"
+    return "none" if family.layers_alone else "inferred"
 
 
 def _owned(family: Family) -> tuple[str, ...]:
@@ -67,7 +74,9 @@ def _owned(family: Family) -> tuple[str, ...]:
 def _kept_whole(family: Family) -> list[str]:
     """Return a clause for each closed block."""
     inside = dict.fromkeys(block for kind in family.kinds.values() for block, axes in kind.items() if not axes)
-    return [f"{block} is kept whole" for block in inside]
+    sharing = {*family.needed_kinds, *family.needed_kinds.values()}
+    where = " in layers that share keys and values" if sharing else ""
+    return [f"{block} is kept whole{where}" for block in inside]
 
 
 def _like(tied: bool) -> PretrainedConfig:
@@ -85,8 +94,7 @@ def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
     """
     sizes = family.sizes(config)
     closed = family.closed_axes(config)
-    source = "own" if family.model_type in all_families() else "none" if family.layers_alone else "inferred"
-    rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", source)]
+    rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", _source(family))]
     rows += [(f"{kind} layers", sizes.describe(kind)) for kind in sizes.kinds]
     rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]
     if not family.layers_alone:

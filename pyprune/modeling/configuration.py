@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 
 from pyprune.families import Family, all_families, dense_family, family_of_type, find_family, resolve
-from pyprune.families.base import stored_lists
+from pyprune.families.base import layer_overrides, stored_lists
 from pyprune.families.infer import causal_types
 
 PREFIX = "pruned_"
@@ -41,6 +41,16 @@ class PrunedConfigMixin:
     """
 
     model_type: ClassVar[str]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Set up as the stock configuration, but keep the word of the last layer (:attr:`Family.last_word`)."""
+        config, word = cast(Any, self), self.family.last_word
+        words = list(config.layer_types or ()) if word else []
+        if words:
+            config.layer_types = [*words[:-1], word]
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+        if words:
+            config.layer_types = words
 
     @property
     def family(self) -> Family:
@@ -136,12 +146,6 @@ def layer_view(config: PretrainedConfig, index: int) -> Any:
     """Return the configuration of layer ``index``'s modules: the shared one, unless its sizes differ."""
     changed = {name: value for name, value in layer_overrides(config, index).items() if name != "skip"}
     return LayerView(config, changed) if changed else config
-
-
-def layer_overrides(config: Any, index: int) -> dict[str, Any]:
-    """Return the overrides of one layer (empty if it has the global sizes)."""
-    spec = config.__dict__.get("_heterogeneity_spec")
-    return dict(spec.per_layer_overrides.get(index, {})) if spec is not None else {}
 
 
 def _value(config: Any, name: str, *default: Any) -> Any:

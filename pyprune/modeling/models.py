@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
 from typing import Any, ClassVar, cast
 
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, all_families, family_of_type, find_family, resolve
-from pyprune.families.base import Block
+from pyprune.families.base import Block, layer_overrides
 from pyprune.families.infer import causal_types
 from pyprune.modeling.configuration import PrunedConfigMixin, layer_view, pruned_config_class
 from pyprune.modeling.layers import SkippedAttention, SkippedModule, VirtualLayerNorm
+from pyprune.plan import HEAD_DIM
 from pyprune.runtime.modes import evaluation_mode
 
 _CACHE_TOKENS = 8
@@ -36,13 +38,15 @@ class PrunedModelMixin:
     _cache_is_right = False
 
     def __init__(self, config: PretrainedConfig) -> None:
-        stub = copy.deepcopy(config)
-        stub.per_layer_config = None
+        stub: Any = copy.deepcopy(config)
+        stub.per_layer_config = _values_by_kind(config)
         stub.num_hidden_layers = 0
-        super().__init__(stub)  # type: ignore[call-arg]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element")  # parameters that count the layers
+            super().__init__(stub)  # type: ignore[call-arg]
         # The stock constructor resolves the attention implementation on the configuration it is given.
         config._attn_implementation = stub._attn_implementation
-        self._build_layers(cast(Any, config))
+        self._build_layers(cast(Any, config), stub)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -85,10 +89,13 @@ class PrunedModelMixin:
         cached = model(ids[:, -1:], use_cache=True, **kept).logits[:, -1].float()
         return float((cached - expected).norm() / expected.norm().clamp(min=1e-30))
 
-    def _build_layers(self, config: Any) -> None:
+    def _build_layers(self, config: Any, stub: Any) -> None:
         family: Family = config.family
         model = cast(Any, self)
         _set_config(model, config)
+        for part in model.modules() if stub.is_heterogeneous else ():
+            if hasattr(part, "rope_init_fns"):
+                part.config = stub  # reads values of kinds of layers, not of each layer
         layers, kinds = family.layers(model), family.layer_kinds(config)
         del layers[:]  # of a configuration that counts its layers by a list
         for i in range(config.num_hidden_layers):
@@ -97,6 +104,7 @@ class PrunedModelMixin:
                 _give_output_biases(layer, family, kinds, i)
             _set_config(layer, layer_view(config, i))
             layers.append(layer)
+        _resize_outer_parameters(model, family, config)
         norm_size = getattr(config, "norm_size", None)
         if norm_size is not None:
             _use_virtual_norms(model, config.hidden_size, norm_size)
@@ -110,6 +118,24 @@ class PrunedModelMixin:
         for block in getattr(config, "skip", ()):
             _skip_block(layer, block, index, family, family.layer_kinds(config)[index])
         return layer
+
+
+def _values_by_kind(config: Any) -> dict[int, dict[str, Any]] | None:
+    """Return the values by layer that stock classes read outside of the layers too: the channels of a head."""
+    layers = {i: layer_overrides(config, i).get(HEAD_DIM) for i in range(config.num_hidden_layers)}
+    return {i: {HEAD_DIM: size} for i, size in layers.items() if size} or None
+
+
+def _resize_outer_parameters(model: nn.Module, family: Family, config: Any) -> None:
+    """Give parameters outside of the layers that count them their size; they were built for no layer."""
+    width = config.num_hidden_layers * getattr(config, family.layer_inputs, 0) if family.layer_inputs else 0
+    for row in family.rows if width else ():
+        if "layers" in row.axes:
+            owner: Any = model.get_submodule(row.pattern.rpartition(".")[0])
+            sizes = zip(row.axes, owner.weight.shape, strict=True)
+            shape = [width if axis == "layers" else size for axis, size in sizes]
+            owner.weight = nn.Parameter(owner.weight.new_empty(shape))
+            setattr(owner, "out_features" if isinstance(owner, nn.Linear) else "embedding_dim", width)
 
 
 def _set_config(module: nn.Module, config: Any) -> None:

@@ -206,10 +206,16 @@ class Stages:
     def _reconstruct(self) -> None:
         """Fit the kept weights to the dense model's activations, to make up for the removed ones."""
         cut, result = self.config.cut, self.result
-        if cut.reconstruct != "none" and family_for(self.model).layers_alone:
+        family, model_type = family_for(self.model), self.model.config.model_type
+        reason = (
+            f"{model_type!r} models have no table that names the projections to solve" if family.layers_alone else ""
+        )
+        if family.gives_more(self.model.config):
+            reason = f"layers of this {model_type!r} model read more than the stream, which the cut one has otherwise"
+        if cut.reconstruct != "none" and reason:
             result.warnings.append(
-                f"The cut was not reconstructed ({cut.reconstruct}): {self.model.config.model_type!r} models have no "
-                f"table that names the projections to solve. --method {self.config.method}-plain leaves this step out."
+                f"The cut was not reconstructed ({cut.reconstruct}): {reason}. --method {self.config.method}-plain "
+                "leaves this step out."
             )
             return
         if cut.reconstruct == "bias":

@@ -48,8 +48,6 @@ REFUSED: dict[str, str] = {
     "cpmant": "it puts tokens of its own in front of each text",
     "fuyu": "36 layers are built where 35 are kept",
     "gemma3n_text": "embed_tokens_per_layer.weight outside the layers",
-    "gemma4_text": "is not homogeneous across layers",
-    "gemma4_unified_text": "is not homogeneous across layers",
     "hrm_text": "it has no list of 128 layers, the number that its configuration names",
     "hy_v4": "its layers read the tokens that earlier layers chose (indexer_types)",
     "longcat_flash": "it has no list of 56 layers, the number that its configuration names",

@@ -88,7 +88,9 @@ CLOSED = (
 """Every type that is inferred with closed blocks; most carry a state along the text, which gathers rounding."""
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu")
 """Every type that is inferred with latent attention."""
-INFERRED = (*DENSE, *CLOSED, *LATENT)
+GIVEN = ("gemma4_text", "gemma4_unified_text")
+"""Every type with a table that is proven as those that are inferred; some variants have layers of more kinds."""
+INFERRED = (*DENSE, *CLOSED, *LATENT, *GIVEN)
 """Every type that is inferred; the contract runs on all of them."""
 _DENSE: dict[str, dict[str, Any]] = {
     **VARIANTS,
@@ -104,8 +106,8 @@ NOT_INFERRED = (
     *("deepseek_v4", "diffllama"),
     *("electra", "emu3", "ernie"),
     *("falcon", "fuyu", "gemma3"),
-    *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_text", "gemma4_unified"),
-    *("gemma4_unified_assistant", "gemma4_unified_text", "git"),
+    *("gemma3n", "gemma3n_text", "gemma4", "gemma4_assistant", "gemma4_unified"),
+    *("gemma4_unified_assistant", "git"),
     *("got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox_japanese", "gptj"),
     *("hrm_text", "hy_v4"),

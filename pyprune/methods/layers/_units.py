@@ -67,7 +67,11 @@ class Removal:
             check_table(request.family, f"{request.method} with unit {unit!r}")
         decision = decide_layer_count(request, unit)
         total = request.identity.dense.num_layers
-        open_layers = tuple(range(keep_first, total - keep_last))
+        dense, family = request.identity.dense, request.family
+        able = family.removable_layers(dense.layers)
+        if unit != "layer":
+            able = tuple(i for i in range(total) if unit in dense.blocks(i))
+        open_layers = tuple(i for i in able if keep_first <= i < total - keep_last)
         if decision.count > len(open_layers):
             raise ConfigError(
                 f"ratio {request.ratio} (of {request.ratio_of or 'layers'}) removes {decision.count} of {total} "

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from pyprune.errors import ConfigError, ScoreError
+from pyprune.errors import ConfigError, ScoreError, UnsupportedModelError
 from pyprune.families import check_table
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers._units import Removal, layer_runner, micro_batches
@@ -49,11 +49,16 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
     Raises:
         ConfigError: the ratio cannot be reached, or the cut would be reconstructed as well.
         ScoreError: an output of the collapsed model is not finite.
-        UnsupportedModelError: the model is a mixture of experts.
+        UnsupportedModelError: the model is a mixture of experts, or its layers are of several kinds.
     """
     request.family.refuse_experts("laco", request.identity.dense.layers)
     options = own_options(request, LacoOptions)
     check_table(request.family, "laco, which adds up projections of layers,")
+    if len(kinds := dict.fromkeys(request.identity.dense.layers)) > 1:
+        raise UnsupportedModelError(
+            f"laco adds up projections of neighbouring layers, and those of this {model.config.model_type!r} model are "
+            f"of several kinds ({', '.join(kinds)}). Choose the method shortgpt or sleb."
+        )
     if request.reconstruct != "none":
         raise ConfigError(
             f"cut.reconstruct is {request.reconstruct!r}, but laco merges layers right before the cut, and that "

@@ -266,15 +266,16 @@ def layers_to_weigh(model: PreTrainedModel, samples: Tensor, count: int, config:
         count: layers to remove; at least that many get a gate.
         config: stage 1's options.
     """
-    total = len(family_for(model).layers(model))
-    number = max(count, math.ceil(config.weighed_share * total))
-    if number >= total:
-        return tuple(range(total))
+    family = family_for(model)
+    kinds = family.layer_kinds(model.config)
+    able, number = family.removable_layers(kinds), max(count, math.ceil(config.weighed_share * len(kinds)))
+    if number >= len(able):
+        return able
     chosen: tuple[int, ...] = ()
     if processes.first():  # which always has the weights
         few = samples[: max(1, INFLUENCE_TOKENS // samples.shape[1])]
         influence = block_influence(LayerRunner.of(model), [few.clamp(min=0).to(model.device)])
-        chosen = tuple(sorted(sorted(range(total), key=influence.__getitem__)[:number]))
+        chosen = tuple(sorted(sorted(able, key=influence.__getitem__)[:number]))
     return processes.from_first(chosen)
 
 

@@ -1,0 +1,126 @@
+"""Gemma 4 text: heads by kind of layer, keys and values that later layers read, and embeddings of their own for layers.
+
+The rows of a layer are Gemma 3's. A layer whose keys and values others read, and one that reads them, keep their
+attention whole: it is a closed block there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyprune.families.base import Block, Family, Row, StockClasses, StockTarget, decoder_blocks
+from pyprune.families.common import LAYER, first_obstacle, output_bias_obstacle
+from pyprune.families.gemma import ROWS
+from pyprune.plan import BlockSizes, PrunePlan
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+_SOURCE, _READER = "_source", "_reader"
+"""Ends of the kinds of layers whose keys and values other layers read, and of layers that read them."""
+_WORDS = ("sliding_attention", "full_attention")
+_OPEN = {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)}
+_CLOSED: dict[Block, tuple[str, ...]] = {"self_attn": (), "mlp": ("ffn",)}
+_KINDS = {word + end: _CLOSED if end else _OPEN for word in _WORDS for end in ("", _SOURCE, _READER)}
+
+
+def _rows() -> Iterator[Row]:
+    """Yield the rows: of attention once for each kind of layers, and those of embeddings for layers."""
+    for row in ROWS:
+        if row.block != "attention":
+            yield row
+            continue
+        inner = tuple("inner" if axis in ("heads", "kv_heads") else axis for axis in row.axes)
+        for kind, blocks in _KINDS.items():
+            yield replace(row, kind=kind) if blocks is _OPEN else replace(row, kind=kind, block="self_attn", axes=inner)
+    yield Row("model.embed_tokens_per_layer.weight", ("vocab", "layers"), "inner")
+    yield Row("model.per_layer_model_projection.weight", ("layers", "hidden"), "reader", by_root=True)
+    yield Row("model.per_layer_projection_norm.weight", ("inner",), "inner")
+    yield Row(LAYER + "per_layer_input_gate.weight", ("inner", "hidden"), "reader")
+    yield Row(LAYER + "per_layer_projection.weight", ("hidden", "inner"), "writer")
+    yield Row(LAYER + "post_per_layer_input_norm.weight", ("hidden",), "post_norm")
+
+
+def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the kind of every layer; the last ones read the keys and values of the last other layer of their word."""
+    words: list[str] = config.layer_types
+    first = len(words) - (config.num_kv_shared_layers or 0)
+    last = {word: index for index, word in enumerate(words[:first]) if word in words[first:]}
+    ends = [_READER if i >= first else _SOURCE if last.get(word) == i else "" for i, word in enumerate(words)]
+    return tuple(map("".join, zip(words, ends, strict=True)))
+
+
+def _block_sizes(family: Family, config: PretrainedConfig, kind: str) -> Mapping[Block, BlockSizes]:
+    """Return the sizes of the blocks of a kind of layers, whose heads the configuration counts by layer."""
+    own: Any = config.per_layer_config[_layer_kinds(config).index(kind)]
+    blocks = decoder_blocks(family, own, kind)
+    if kind.endswith(_READER) and config.use_double_wide_mlp:
+        blocks["mlp"] = BlockSizes({"ffn": 2 * own.intermediate_size})
+    return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
+
+
+def _kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any]:
+    return {"num_kv_shared_layers": sum(kind.endswith(_READER) for kind in kinds)}
+
+
+def _stock_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Explain why Gemma 4 cannot hold the plan, or return None: kinds of layers have one number of heads and width."""
+    shares = {
+        (axis, len(units) / plan.dense.units(axis, layer.index))
+        for layer in plan.layers
+        for axes in layer.blocks.values()
+        for axis, units in axes.items()
+    }
+    whole = ("query_heads", 1.0)
+    shares |= {whole for layer in plan.layers if layer.keeps("self_attn")}
+    if not plan.is_uniform or any(len([s for a, s in shares if a == axis]) > 1 for axis in ("query_heads", "ffn")):
+        return "widths differ between layers or a sub-block is skipped"
+    if not plan.layers[-1].kind.startswith("full_attention"):
+        return "its last layer must have full attention"
+    return None
+
+
+def _gives_more(config: PretrainedConfig) -> bool:
+    return bool(config.num_kv_shared_layers or getattr(config, "hidden_size_per_layer_input", 0))
+
+
+def _narrow_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.Module:
+    """Build a layer at the width that its configuration names, also if it reads the keys and values of another."""
+    config.use_double_wide_mlp = False
+    return layer_class(config, index)
+
+
+def _family(model_type: str, package: str, name: str) -> Family:
+    stock = first_obstacle(output_bias_obstacle("Gemma 4's MLP"), _stock_obstacle)
+    experts = (True, "experts run beside its MLP, of which no row is known")
+    return Family(
+        model_type=model_type,
+        classes=replace(StockClasses.locate(package, f"{name}Text"), model=f"transformers:{name}ForCausalLM"),
+        rows=tuple(_rows()),
+        stock_targets=(StockTarget(model_type, stock),),
+        kinds=_KINDS,
+        layer_kinds=_layer_kinds,
+        block_sizes=_block_sizes,
+        kind_values=_kind_values,
+        needed_kinds={word + _SOURCE: word + _READER for word in _WORDS},
+        build_layer=_narrow_layer,
+        scaled_embedding=True,
+        begins_with_bos=True,
+        stored_buffers=True,
+        last_word="full_attention",
+        layer_fields=("head_dim", "num_key_value_heads"),
+        layer_inputs="hidden_size_per_layer_input",
+        layer_scales=("layer_scalar",),
+        gives_more=_gives_more,
+        more_values={f"{name}TextAttention": 1},
+        refused_switches={"enable_moe_block": experts} if model_type == "gemma4_text" else {},
+    )
+
+
+GIVEN: dict[str, Family] = {
+    "gemma4_text": _family("gemma4_text", "gemma4", "Gemma4"),
+    "gemma4_unified_text": _family("gemma4_unified_text", "gemma4_unified", "Gemma4Unified"),
+}
