@@ -93,7 +93,15 @@ class ExactCosts(CostModel):
         layers: dict[int, list[tuple[Row, Shape]]] = {}
         for name, shape in dense_shapes(config).items():
             row, index = family.match(name, sizes.layers)
-            (outer if index is None else layers.setdefault(index, [])).append((row, shape))
+            if index is not None:
+                layers.setdefault(index, []).append((row, shape))
+            elif "layers" not in row.axes:
+                outer.append((row, shape))
+            else:  # a part of it belongs to each layer
+                pairs = zip(row.axes, shape, strict=True)
+                part = tuple(sizes.layer_inputs if axis == "layers" else n for axis, n in pairs)
+                for each in range(sizes.num_layers):
+                    layers.setdefault(each, []).append((row, part))
         inner = {kind: layers.get(sizes.layers.index(kind), []) for kind in sizes.kinds}
         if any(layer != inner[sizes.layers[index]] for index, layer in layers.items()):
             raise UnsupportedModelError(

@@ -245,6 +245,8 @@ class Fitting:
 
     def _shared_obstacle(self, plan: PrunePlan) -> str | None:
         """Return why devices cannot share a plan with the groups of scales of its export; None = they can."""
+        if self.options.tensor_parallel < 2:
+            return None
         group = weight_format(self.weights).choose_group((common_multiple(plan),)).group
         widths = [layer.widths for layer in plan.layers]
         return group_obstacle(widths, plan.dense.head_dim, group, self.options.tensor_parallel)

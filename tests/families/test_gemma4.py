@@ -16,8 +16,10 @@ from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_, masked
 from pyprune.cut.reconstruct import reconstruct_
 from pyprune.errors import CheckpointError, PlanError, UnsupportedModelError
-from pyprune.families import family_for
+from pyprune.families import family_for, parameter_shapes, parameters_after
 from pyprune.families.infer import tiny_sizes
+from pyprune.fit.cost import ExactCosts
+from pyprune.fit.quantities import Quantity
 from pyprune.plan import PrunePlan
 from pyprune.probe.streams import LayerRunner
 from pyprune.run.prune import prune_checkpoint
@@ -90,6 +92,13 @@ def test_layers_go_with_their_embeddings_and_the_rest_is_renumbered(layers: list
     assert stored["layer_types"] == [SMALL["layer_types"][i] for i in kept]
     assert stored["num_kv_shared_layers"] == sum(i > 4 for i in kept)
     assert (stored["model_type"] == "gemma4_text") is (kept[-1] == 7 or layers == [7])
+
+
+def test_a_removed_layer_costs_what_its_embeddings_do_too() -> None:
+    model = small()
+    family, costs, shapes = family_for(model), ExactCosts.of(model.config), parameter_shapes(model)
+    for plan in (identity(model), identity(model).drop_layers([0, 6]).keep_hidden(range(32))):
+        assert costs.predict(Quantity("parameters"), plan) == parameters_after(family, shapes, plan)
 
 
 def test_a_stock_model_keeps_the_width_that_follows_from_a_rule() -> None:

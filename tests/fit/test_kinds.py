@@ -23,7 +23,7 @@ from tests._support.cli import run
 from tests._support.inferred import tiny_inferred
 from tests._support.tokenizer import tiny_tokenizer
 
-TYPES = ("lfm2", "falcon_h1", "qwen3_moe", "nemotron_h", "deepseek_v3")
+TYPES = ("lfm2", "falcon_h1", "qwen3_moe", "nemotron_h", "deepseek_v3", "gemma4_text")
 PARAMETERS = Quantity("parameters")
 
 
@@ -63,7 +63,7 @@ def test_what_is_not_known_of_kinds_is_refused() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe", "gemma4_text"])
 def test_a_budget_of_parameters_is_kept(model_type: str, tmp_path: Path) -> None:
     model = tiny_inferred(model_type)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
