@@ -623,7 +623,7 @@ class Family:
                 "Choose a method that removes layers."
             )
         names = (self.attention_module,) if block == "attention" else self.mlp_modules
-        return tuple(name for name in names if layer is None or getattr(layer, name) is not None)
+        return tuple(name for name in names if layer is None or getattr(layer, name, None) is not None)
 
     def plan(self, config: PretrainedConfig) -> PrunePlan:
         """Return the identity plan of a model with this configuration."""

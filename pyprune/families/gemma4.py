@@ -8,11 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from pyprune.families.base import Block, Family, Row, StockClasses, StockTarget, decoder_blocks
+from pyprune.families.base import (
+    MIXTURE,
+    Axis,
+    Block,
+    Family,
+    Row,
+    StockClasses,
+    StockTarget,
+    decoder_blocks,
+    is_mixture,
+)
 from pyprune.families.common import LAYER, first_obstacle, output_bias_obstacle
 from pyprune.families.gemma import ROWS
+from pyprune.families.mixtures import rows_obstacle
 from pyprune.plan import BlockSizes, PrunePlan
 
 if TYPE_CHECKING:
@@ -22,20 +34,36 @@ if TYPE_CHECKING:
 _SOURCE, _READER = "_source", "_reader"
 """Ends of the kinds of layers whose keys and values other layers read, and of layers that read them."""
 _WORDS = ("sliding_attention", "full_attention")
-_OPEN = {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)}
-_CLOSED: dict[Block, tuple[str, ...]] = {"self_attn": (), "mlp": ("ffn",)}
-_KINDS = {word + end: _CLOSED if end else _OPEN for word in _WORDS for end in ("", _SOURCE, _READER)}
+_ENDS: dict[str, dict[Block, tuple[Axis, ...]]] = {
+    "": {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)},
+    _SOURCE: {"self_attn": (), "mlp": ("ffn",)},
+    _READER: {"self_attn": (), "mlp": ("ffn",)},
+    f"_{MIXTURE}": {"attention": ("heads", "kv_heads"), "mlp": ("ffn", "shared_ffn")},
+}
+"""End of a kind of layers -> its blocks. The MLP of a mixture is its shared expert."""
+_WIDTHS = {"ffn": "moe_intermediate_size", "shared_ffn": "intermediate_size"}
+_KINDS = {word + end: blocks for word in _WORDS for end, blocks in _ENDS.items()}
 
 
 def _rows() -> Iterator[Row]:
-    """Yield the rows: of attention once for each kind of layers, and those of embeddings for layers."""
-    for row in ROWS:
-        if row.block != "attention":
-            yield row
-            continue
-        inner = tuple("inner" if axis in ("heads", "kv_heads") else axis for axis in row.axes)
-        for kind, blocks in _KINDS.items():
-            yield replace(row, kind=kind) if blocks is _OPEN else replace(row, kind=kind, block="self_attn", axes=inner)
+    """Yield the rows: of attention and MLP once for each kind of layers, of experts, and of embeddings for layers."""
+    for row, (kind, blocks) in product(ROWS, _KINDS.items()):
+        renamed: dict[Axis, Axis] = {"ffn": blocks["mlp"][-1]}
+        if closed := row.block == "attention" and "self_attn" in blocks:
+            renamed = {"heads": "inner", "kv_heads": "inner"}
+        axes = tuple(renamed.get(str(axis), axis) for axis in row.axes)
+        if row.block is not None:
+            yield replace(row, kind=kind, block="self_attn" if closed else row.block, axes=axes)
+    yield from (row for row in ROWS if row.block is None)
+    for kind in (word + f"_{MIXTURE}" for word in _WORDS):
+        yield Row(LAYER + "router.scale", ("hidden",), "inner", "mlp", kind=kind)  # times the root of the hidden size
+        yield Row(LAYER + "router.per_expert_scale", ("experts",), "inner", "mlp", kind=kind)
+        yield Row(LAYER + "router.proj.weight", ("experts", "hidden"), "reader", "mlp", kind=kind)
+        yield Row(LAYER + "experts.gate_up_proj", ("experts", ("ffn", "ffn"), "hidden"), "reader", "mlp", kind=kind)
+        yield Row(LAYER + "experts.down_proj", ("experts", "hidden", "ffn"), "writer", "mlp", kind=kind)
+        yield Row(LAYER + "pre_feedforward_layernorm_2.weight", ("hidden",), "pre_norm", "mlp", kind=kind)
+        yield Row(LAYER + "post_feedforward_layernorm_1.weight", ("hidden",), "post_norm", "mlp", kind=kind)
+        yield Row(LAYER + "post_feedforward_layernorm_2.weight", ("hidden",), "post_norm", "mlp", kind=kind)
     yield Row("model.embed_tokens_per_layer.weight", ("vocab", "layers"), "inner")
     yield Row("model.per_layer_model_projection.weight", ("layers", "hidden"), "reader", by_root=True)
     yield Row("model.per_layer_projection_norm.weight", ("inner",), "inner")
@@ -49,6 +77,8 @@ def _layer_kinds(config: PretrainedConfig) -> tuple[str, ...]:
     words: list[str] = config.layer_types
     first = len(words) - (config.num_kv_shared_layers or 0)
     last = {word: index for index, word in enumerate(words[:first]) if word in words[first:]}
+    if getattr(config, "enable_moe_block", False):
+        return tuple(f"{word}_{MIXTURE}" for word in words)
     ends = [_READER if i >= first else _SOURCE if last.get(word) == i else "" for i, word in enumerate(words)]
     return tuple(map("".join, zip(words, ends, strict=True)))
 
@@ -59,6 +89,8 @@ def _block_sizes(family: Family, config: PretrainedConfig, kind: str) -> Mapping
     blocks = decoder_blocks(family, own, kind)
     if kind.endswith(_READER) and config.use_double_wide_mlp:
         blocks["mlp"] = BlockSizes({"ffn": 2 * own.intermediate_size})
+    if is_mixture(kind):
+        blocks["mlp"] = BlockSizes({"ffn": own.moe_intermediate_size, "shared_ffn": own.intermediate_size})
     return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
 
 
@@ -68,18 +100,20 @@ def _kind_values(config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, An
 
 def _stock_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     """Explain why Gemma 4 cannot hold the plan, or return None: kinds of layers have one number of heads and width."""
-    shares = {
-        (axis, len(units) / plan.dense.units(axis, layer.index))
-        for layer in plan.layers
-        for axes in layer.blocks.values()
-        for axis, units in axes.items()
-    }
-    whole = ("query_heads", 1.0)
-    shares |= {whole for layer in plan.layers if layer.keeps("self_attn")}
-    if not plan.is_uniform or any(len([s for a, s in shares if a == axis]) > 1 for axis in ("query_heads", "ffn")):
+    shares = {"query_heads": {1.0 for layer in plan.layers if layer.keeps("self_attn")}}
+    for layer in plan.layers:
+        for axis, units in ((axis, units) for axes in layer.blocks.values() for axis, units in axes.items()):
+            shares.setdefault(axis, set()).add(len(units) / plan.dense.units(axis, layer.index))
+    if not plan.is_uniform or any(len(found) > 1 for axis, found in shares.items() if axis != "kv_heads"):
         return "widths differ between layers or a sub-block is skipped"
     if not plan.layers[-1].kind.startswith("full_attention"):
         return "its last layer must have full attention"
+    return None
+
+
+def _variant_obstacle(config: PretrainedConfig) -> str | None:
+    if getattr(config, "enable_moe_block", False) and config.num_kv_shared_layers:
+        return "its layers have experts and share keys and values."
     return None
 
 
@@ -93,9 +127,8 @@ def _narrow_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.M
     return layer_class(config, index)
 
 
-def _family(model_type: str, package: str, name: str) -> Family:
-    stock = first_obstacle(output_bias_obstacle("Gemma 4's MLP"), _stock_obstacle)
-    experts = (True, "experts run beside its MLP, of which no row is known")
+def _family(model_type: str, package: str, name: str, experts: Mapping[Axis, str]) -> Family:
+    stock = first_obstacle(output_bias_obstacle("Gemma 4's MLP"), _stock_obstacle, rows_obstacle)
     return Family(
         model_type=model_type,
         classes=replace(StockClasses.locate(package, f"{name}Text"), model=f"transformers:{name}ForCausalLM"),
@@ -115,12 +148,14 @@ def _family(model_type: str, package: str, name: str) -> Family:
         layer_inputs="hidden_size_per_layer_input",
         layer_scales=("layer_scalar",),
         gives_more=_gives_more,
-        more_values={f"{name}TextAttention": 1},
-        refused_switches={"enable_moe_block": experts} if model_type == "gemma4_text" else {},
+        more_values={f"{name}TextAttention": 1, f"{name}TextRouter": 2},
+        mlp_modules=("mlp", "router", "experts"),
+        mixture_fields=experts,
+        refuse=_variant_obstacle,
     )
 
 
 GIVEN: dict[str, Family] = {
-    "gemma4_text": _family("gemma4_text", "gemma4", "Gemma4"),
-    "gemma4_unified_text": _family("gemma4_unified_text", "gemma4_unified", "Gemma4Unified"),
+    "gemma4_text": _family("gemma4_text", "gemma4", "Gemma4", _WIDTHS),
+    "gemma4_unified_text": _family("gemma4_unified_text", "gemma4_unified", "Gemma4Unified", {}),
 }

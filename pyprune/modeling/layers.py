@@ -77,6 +77,6 @@ class SkippedModule(nn.Module):
         self.more = more
 
     @override
-    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(self, hidden_states: Tensor, *args: Any) -> Tensor | tuple[Tensor | None, ...]:
         zeros = torch.zeros_like(hidden_states)
         return (zeros, *[None] * self.more) if self.more else zeros

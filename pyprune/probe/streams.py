@@ -409,7 +409,8 @@ def silent_blocks(layer: nn.Module, family: Family, blocks: set[Block]) -> Itera
     for block in blocks:
         for name in family.block_modules(block, layer) if block in BLOCKS else (block,):  # a closed one is named so
             module = getattr(layer, name)
-            more = family.more_values.get(type(module).__name__, int(block == "attention"))
+            usual = family.more_values.get(type(module).__name__, int(block == "attention"))
+            more = getattr(module, "more", usual)  # of one that was skipped
             forwards[module] = partial(_zeros_and_more, more) if more else _zeros
     with replaced_forwards(forwards):
         yield

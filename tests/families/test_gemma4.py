@@ -44,22 +44,37 @@ SMALL: dict[str, Any] = {
 }
 """Layers 1 and 4 hold the keys and values that the last three read."""
 INPUTS = {"hidden_size_per_layer_input": 14, "vocab_size_per_layer_input": VOCAB + 5}
+EXPERTS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "sliding_window": 6,
+    "hidden_size": 64,
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 44,
+}
+VARIANTS = {
+    "shared": ("gemma4_unified_text", SMALL),
+    "inputs": ("gemma4_text", SMALL | INPUTS),
+    "experts": ("gemma4_text", EXPERTS),
+}
+"""Variant -> (model type, values besides those of the tiny model)."""
 ROUNDING = 3e-5
 """Products with embeddings in each of eight layers gather it; in float64 the difference is 1e-14."""
 DROPPED = ([5], [4, 5], [7], [6, 7], [1, 6, 7], [5, 6, 7])
 """Layers that can be removed together; without the last two a layer with a window is the last."""
 
 
-def small(*, tied: bool = False, inputs: bool = True, scale: float | None = None) -> PreTrainedModel:
-    model_type = "gemma4_text" if inputs else "gemma4_unified_text"
-    values = tiny_sizes(model_type) | SMALL | (INPUTS if inputs else {}) | {"tie_word_embeddings": tied}
-    return scaled(random_model(model_type, **copy.deepcopy(values)), scale)
+def small(variant: str = "inputs", *, tied: bool = False) -> PreTrainedModel:
+    model_type, own = VARIANTS[variant]
+    values = tiny_sizes(model_type) | own | {"tie_word_embeddings": tied}
+    return scaled(random_model(model_type, **copy.deepcopy(values)))
 
 
-def scaled(model: PreTrainedModel, scale: float | None = None) -> PreTrainedModel:
-    """Give each layer another factor on its stream, or all the same."""
+def scaled(model: PreTrainedModel) -> PreTrainedModel:
+    """Give each layer another factor on its stream."""
     for index, layer in enumerate(model.model.layers):
-        layer.layer_scalar.fill_(0.7 + 0.1 * index if scale is None else scale)
+        layer.layer_scalar.fill_(0.7 + 0.1 * index)
     return model
 
 
@@ -67,17 +82,18 @@ def identity(model: PreTrainedModel) -> PrunePlan:
     return family_for(model).plan(model.config)
 
 
-def test_all_that_small_models_own_is_cut_at_once(tmp_path: Path) -> None:
-    model = small()
+@pytest.mark.parametrize("variant", ["inputs", "experts"])
+def test_all_that_small_models_own_is_cut_at_once(variant: str, tmp_path: Path) -> None:
+    model = small(variant)
     check(model, plan_of(model, "everything"), tmp_path, ROUNDING)
 
 
 @pytest.mark.second
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("inputs", [False, True], ids=["shared", "inputs"])
-def test_every_axis_of_small_models(inputs: bool, tied: bool, axis: str, tmp_path: Path) -> None:
-    model = small(tied=tied, inputs=inputs)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_axis_of_small_models(variant: str, tied: bool, axis: str, tmp_path: Path) -> None:
+    model = small(variant, tied=tied)
     check(model, plan_of(model, axis), tmp_path, ROUNDING)
 
 
@@ -94,10 +110,11 @@ def test_layers_go_with_their_embeddings_and_the_rest_is_renumbered(layers: list
     assert (stored["model_type"] == "gemma4_text") is (kept[-1] == 7 or layers == [7])
 
 
-def test_a_removed_layer_costs_what_its_embeddings_do_too() -> None:
-    model = small()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_removed_layer_costs_what_its_embeddings_do_too(variant: str) -> None:
+    model = small(variant)
     family, costs, shapes = family_for(model), ExactCosts.of(model.config), parameter_shapes(model)
-    for plan in (identity(model), identity(model).drop_layers([0, 6]).keep_hidden(range(32))):
+    for plan in (identity(model), identity(model).drop_layers([0, 3]).keep_hidden(range(32))):
         assert costs.predict(Quantity("parameters"), plan) == parameters_after(family, shapes, plan)
 
 
@@ -131,9 +148,9 @@ def test_a_layer_whose_keys_others_read_is_kept_with_them() -> None:
     assert family_for(model).removable_layers(identity(model).dense.layers) == (0, 2, 3, 5, 6, 7)
 
 
-def test_experts_beside_the_mlp_are_refused() -> None:
-    config = AutoConfig.for_model("gemma4_text", enable_moe_block=True)
-    with pytest.raises(UnsupportedModelError, match="enable_moe_block is True: experts run beside its MLP"):
+def test_experts_in_layers_that_share_keys_are_refused() -> None:
+    config = AutoConfig.for_model("gemma4_text", enable_moe_block=True, num_kv_shared_layers=2)
+    with pytest.raises(UnsupportedModelError, match="its layers have experts and share keys and values"):
         family_for(config)
 
 
@@ -152,7 +169,7 @@ def test_a_masked_layer_does_not_scale_the_stream_and_gets_its_factor_back() -> 
 @pytest.mark.parametrize("whole", [True, False], ids=["layers", "parts"])
 def test_layers_and_their_parts_run_one_by_one_as_in_the_model(whole: bool) -> None:
     """Each batch has embeddings and keys of its own, and a layer scales the stream once."""
-    for model in (small(), scaled(tiny_inferred("gemma4_text"))):
+    for model in (small(), small("experts"), scaled(tiny_inferred("gemma4_text"))):
         runner, batches = LayerRunner.of(model), [tiny_batch(seed=seed) for seed in range(2)]
         streams = [runner.embed(batch) for batch in batches]
         for index, layer in enumerate(runner.layers):
@@ -200,6 +217,21 @@ def test_methods_choose_what_small_models_can_lose(preset: str, options: dict[st
     config = build_config(preset=preset, options={"ratio": 0.2, **data, **options})
     result = prune_checkpoint(folder, config, out=tmp_path / "out")
     assert any("not reconstructed" in text for text in result.warnings) is (preset != "magnitude")
+    model, _ = load_model(tmp_path / "out")
+    assert torch.isfinite(logits(model, tiny_batch())).all()
+
+
+@pytest.mark.parametrize("preset", ["wanda", "sleb"])
+def test_methods_choose_channels_of_experts_and_whole_mlps(preset: str, tmp_path: Path) -> None:
+    """A reconstruction leaves an MLP silent that was removed, and its router gives its layer three values."""
+    folder = write_model(small("experts"), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    own = {"sleb.unit": "mlp"} if preset == "sleb" else {"score.closed_ends": 0, "score.axes": ["heads", "ffn"]}
+    result = prune_checkpoint(
+        folder, build_config(preset=preset, options={"ratio": 0.2, **data, **own}), out=tmp_path / "out"
+    )
+    assert result.compact is not None
+    assert result.compact.removed_share > 0.1
     model, _ = load_model(tmp_path / "out")
     assert torch.isfinite(logits(model, tiny_batch())).all()
 
