@@ -81,6 +81,8 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
     state = {
         name: convert_weight(name, t.detach(), DTYPES[dtype], trained=trained) for name, t in model.named_parameters()
     }
+    stored = model.state_dict().keys()
+    state |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
     try:
         model.config.dtype = DTYPES[dtype]
         with _generation_config_as_it_is(model, folder):
