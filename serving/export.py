@@ -90,6 +90,7 @@ def export(
     """
     from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.save import save_checkpoint
+    from pyprune.checkpoint.tower import tower_of
     from pyprune.families import count_parameters
     from pyprune.runtime.device import DTYPES
     from pyprune.runtime.files import check_output, claim_work_folder
@@ -108,6 +109,11 @@ def export(
             model, tokenizer, plan, facts = _load(ModelSource.of(source, gguf_file=gguf_file), facts, quantise or dtype)
         else:
             model = source
+        if tower_of(model) and (quantise is not None or target == "pruned"):
+            raise ConfigError(
+                "A multimodal model is exported in its own architecture and without quantisation. Leave out --quantise "
+                "and the target pruned."
+            )
         reasons = stock_reasons(model.config, plan)
         if target == "stock" and is_pruned(model.config):
             raise ConfigError(_not_stock(model.config, reasons))

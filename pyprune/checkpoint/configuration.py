@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures with the Auto classes)
@@ -19,6 +19,7 @@ from pyprune.checkpoint.plausible import (
     CONFIG,
     check_config,
     check_parameters,
+    check_parts,
     is_exported_quantisation,
     read_config,
     refuse_adapter,
@@ -26,6 +27,7 @@ from pyprune.checkpoint.plausible import (
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
+from pyprune.checkpoint.tower import has_tower, text_config, text_values
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
 from pyprune.families import (
     all_families,
@@ -55,6 +57,7 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     source = str(folder)
     refuse_adapter(Path(folder))
     with actionable(source):
+        _refuse_wrapper(read_config(Path(folder)), source)
         config, model = checked_config(source, {"trust_remote_code": False})
         tied = getattr(config, "tie_word_embeddings", False)
         if tied and _has_untied_head(Path(folder), config):
@@ -115,13 +118,21 @@ def checked_config(source: str, options: Mapping[str, Any], *, quantised: bool =
     check_model_type(config.model_type)
     if not local or options["trust_remote_code"]:
         return config, None
+    if has_tower(read_config(Path(source))):
+        whole = AutoConfig.from_pretrained(source, **options)
+        check_parameters(whole, elements, source, auto=AutoModelForMultimodalLM)
     return config, check_parameters(config, elements, source)
 
 
 def checked_values(source: str, options: Mapping[str, Any], *, quantised: bool = False) -> Mapping[str, Any]:
     """Read config.json as plain data; refuse unknown model types and sizes that no model has."""
     local = os.path.isdir(source)
-    raw = read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
+    raw: Mapping[str, Any] = (
+        read_config(Path(source)) if local else PretrainedConfig.get_config_dict(source, **options)[0]
+    )
+    if has_tower(raw):
+        check_parts(raw, source)
+        raw = text_values(raw)
     _refuse_wrapper(raw, source)
     if raw.get("model_type") is not None and not (options.get("trust_remote_code") and raw.get("auto_map")):
         check_model_type(raw["model_type"])
@@ -157,12 +168,13 @@ def load_config(source: str, **options: Any) -> Any:
     """
     try:
         values, _ = PretrainedConfig.get_config_dict(source, **options)
-        if has_unread_sizes(values):
+        if has_unread_sizes(text_values(values)):
             raise CheckpointError(
                 f"{label(source)} has a per_layer_config that no stock architecture reads, and Transformers builds no "
                 "model of it. pyprune reads sizes per layer in checkpoints that it wrote itself."
             )
         config = AutoConfig.from_pretrained(source, **options)
+        config = text_config(config) if has_tower(values) else config
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
@@ -198,7 +210,8 @@ def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
         towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))
         raise UnsupportedModelError(
             f"{label(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
-            "pruned. Load it with Transformers, save its language_model and text_config as a checkpoint, and give that."
+            "read here. Load it with Transformers, save its language_model and text_config as a checkpoint, and give "
+            "that."
         )
 
 

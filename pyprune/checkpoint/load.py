@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack, cast
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, extract_commit_hash, get_checkpoint_shard_files
 
 from pyprune.checkpoint.configuration import (
@@ -37,6 +37,7 @@ from pyprune.checkpoint.record import has_record, read_pruning_json, read_record
 from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors, weight_files
 from pyprune.checkpoint.stored import StoredModel, unknown_name
 from pyprune.checkpoint.tokenizer import load_tokenizer
+from pyprune.checkpoint.tower import closed_axes, has_tower, text_model, text_values
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.families import find_family, parameter_shapes
 from pyprune.families.base import is_mixture
@@ -163,6 +164,14 @@ class ModelSource:
                 read_config(Path(self.name))
             return cast(PretrainedConfig, load_config(self.name, **self.options))
 
+    @property
+    def closed_axes(self) -> dict[str, str]:
+        """Return the axes of a text tower that the multimodal class closes, with the reason for each; else {}."""
+        if self.gguf_file is not None:
+            return {}
+        with actionable(self.name):
+            return closed_axes(PretrainedConfig.get_config_dict(self.name, **self.options)[0])
+
     @cached_property
     def dtype(self) -> str | None:
         """Return the dtype of most weights of a folder with safetensors, a key of :data:`DTYPES`.
@@ -177,7 +186,7 @@ class ModelSource:
         local = os.path.isdir(self.name)
         with actionable(self.name):
             if local:
-                check_config(read_config(Path(self.name)), self.name)
+                check_config(text_values(read_config(Path(self.name))), self.name)
             config = self.config
             most = _most_common_dtype(Path(self.name)) if local else None
         name = most or str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -229,7 +238,10 @@ class ModelSource:
             return "the model may run code of its own (--trust-remote-code)"
         if self.folder is None:
             return f"{self.name} has no safetensors"
-        family = find_family(read_config(self.folder).get("model_type"))
+        values = read_config(self.folder)
+        if has_tower(values):
+            return "the text tower of a multimodal model is loaded with the others"
+        family = find_family(values.get("model_type"))
         if family is None:
             return None
         if family.layers_alone:
@@ -305,8 +317,11 @@ class ModelSource:
             else:
                 options |= {"gguf_file": gguf_file}
                 config = read_gguf_config(source, gguf_file, options)
+            auto: Any = AutoModelForCausalLM
+            if gguf_file is None and has_tower(PretrainedConfig.get_config_dict(source, **options)[0]):
+                auto = AutoModelForMultimodalLM
             pass_config = gguf_file is not None or isinstance(config, PrunedConfigMixin)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto.from_pretrained(
                 source,
                 dtype=DTYPES[dtype],
                 output_loading_info=True,
@@ -318,6 +333,8 @@ class ModelSource:
             cast(Any, model).hf_quantizer.compressor.decompress_model(model)
         _check_loaded(source, model, info)
         _correct_tying(model)
+        model = text_model(model) if auto is AutoModelForMultimodalLM else model
+        check_model_type(model.config.model_type)
         if gguf_file is not None:
             _forget_quantisation(model)
             _check_shapes(source, model)
@@ -366,7 +383,6 @@ def _check_loaded(source: str, model: PreTrainedModel, info: Mapping[str, Any]) 
             "first (peft: merge_and_unload, then save_pretrained)."
         )
     check_filled(source, info)
-    check_model_type(model.config.model_type)
     for name, parameter in model.named_parameters():
         check_finite(name, parameter, source)
 

@@ -234,13 +234,30 @@ def _check_pickled(path: Path) -> None:
         raise CheckpointError(f"{path} unpacks to {unpacked:,} bytes; it was not written by torch and was not read.")
 
 
-def check_parameters(config: Any, elements: int, source: str) -> Any:
+def check_parts(config: Mapping[str, Any], source: str) -> None:
+    """Refuse sizes of the parts of a multimodal model, such as its vision tower, that no model has.
+
+    Args:
+        config: config.json as plain data.
+        source: folder or hub id, for the message.
+
+    Raises:
+        CheckpointError: a size that is enormous.
+    """
+    for part, values in config.items():
+        for name, most in COUNTS.items() if part.endswith("_config") and isinstance(values, Mapping) else ():
+            if type(values.get(name)) is int and not 1 <= values[name] <= most:
+                raise _not_allowed(source, f"{part}.{name}", values[name], f"whole numbers from 1 to {most:,}")
+
+
+def check_parameters(config: Any, elements: int, source: str, *, auto: Any = None) -> Any:
     """Refuse a configuration of far more parameters than the files hold, before one of them is allocated.
 
     Args:
         config: a Transformers configuration of a known architecture.
         elements: of all tensors in the files.
         source: folder or hub id, for the message.
+        auto: the Auto class that has the model; None = that of causal LMs.
 
     Returns:
         The model on the meta device: names and shapes without memory.
@@ -253,7 +270,7 @@ def check_parameters(config: Any, elements: int, source: str) -> Any:
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model = (auto or AutoModelForCausalLM).from_config(copy.deepcopy(config))
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > max(CONFIG_SLACK * elements, SMALL_MODEL):
         raise CheckpointError(

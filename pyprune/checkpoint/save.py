@@ -14,6 +14,7 @@ from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
 from pyprune.checkpoint.record import write_record
 from pyprune.checkpoint.tokenizer import write_tokenizer
+from pyprune.checkpoint.tower import whole_model
 from pyprune.errors import OutputError
 from pyprune.families import count_parameters
 from pyprune.ops.rounding import changed_to_bfloat16
@@ -40,7 +41,7 @@ def save_checkpoint(
     disk and renamed.
 
     Args:
-        model: a compacted (or dense) model.
+        model: a compacted (or dense) model; the multimodal model is written around a text tower.
         tokenizer: its tokenizer, or None; the files it was loaded from are copied (:func:`write_tokenizer`).
         out: the folder to create.
         plan: the kept parts of the dense model, or None.
@@ -57,7 +58,7 @@ def save_checkpoint(
     Raises:
         OutputError: the folder exists (without ``overwrite``), the disk is full, or writing failed.
     """
-    facts = dict(provenance)
+    model, facts = whole_model(model), dict(provenance)
     facts["parameters"] = count_parameters(model)
     facts["architecture"] = type(model).__name__
     facts["dtype"] = dtype or str(model.dtype).removeprefix("torch.")

@@ -38,8 +38,9 @@ EDITABLE = ("generation_config.json", "chat_template.jinja", "additional_chat_te
 TOKENIZER_FILES = (
     "*token*.json", "*vocab*.json", "*vocab*.txt", "*merges*.txt", "tekken*.json", "normalizer.json", "byte_maps.json",
     "*.model", "*.model.v*", "*.tiktoken", "*.bpe", "*.spm", "dict.txt", "*chat_template*.json", "*.jinja",
+    "*processor_config.json",
 )  # fmt: skip
-"""Names of top-level files of tokenizers and chat templates, in all formats."""
+"""Names of top-level files of tokenizers, processors and chat templates, in all formats."""
 CHAT_TEMPLATES = "additional_chat_templates"
 LOADED_FILES = (
     # weights and their indices

@@ -164,8 +164,8 @@ def families(
     from pyprune.runtime.report import markdown_table
 
     if model is not None:
-        config = ModelSource.of(model).config
-        tables = [model_table(family_for(config), config, model)]
+        source = ModelSource.of(model)
+        tables = [model_table(family_for(source.config), source.config, model, source.closed_axes)]
     else:
         types = known_types()
         for name in track(types, "looking at model types"):

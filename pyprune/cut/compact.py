@@ -26,7 +26,7 @@ from pyprune.cut.shorter import check_shorter, kept_names, shorter_model
 from pyprune.cut.target import Target, choose_target, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
-from pyprune.families.scale import stream_factor, width_factor
+from pyprune.families.scale import stream_factor, stream_scale, width_factor
 from pyprune.modeling.shapes import model_of_shapes, uninitialised_model
 from pyprune.ops import slice_gather
 from pyprune.plan import LayerPlan, PrunePlan
@@ -78,6 +78,10 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     assert_proven(family, compact_)
     target = choose_target(family, model.config, plan)
     before = count_parameters(model)
+    tower = getattr(model, "tower", None)
+    if tower is not None and plan.removed_hidden:
+        factor = stream_scale(family, plan, tied=bool(model.config.tie_word_embeddings))
+        model.tower = tower.cut(target.config, plan.hidden, factor)
     if family.layers_alone:
         check_shorter(model, plan, target.config)
         _become(model, shorter_model(model, plan.kept_layers, family.layers_path, target.config))
@@ -240,7 +244,9 @@ def _check_complete(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 def _become(model: PreTrainedModel, other: PreTrainedModel) -> None:
     """Turn ``model`` into ``other`` while keeping its identity: every reference sees the smaller model."""
-    name_or_path = model.name_or_path
+    name_or_path, tower = model.name_or_path, getattr(model, "tower", None)
     model.__class__ = other.__class__
     model.__dict__ = other.__dict__
     model.name_or_path = name_or_path
+    if tower is not None:  # pyprune.checkpoint.tower puts the smaller model back into it
+        model.tower = tower

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,16 +84,17 @@ def _like(tied: bool) -> PretrainedConfig:
     return cast("PretrainedConfig", SimpleNamespace(tie_word_embeddings=tied))
 
 
-def model_table(family: Family, config: PretrainedConfig, name: str) -> Table:
+def model_table(family: Family, config: PretrainedConfig, name: str, also_closed: Mapping[str, str]) -> Table:
     """Return the sizes of one model, and whether each of its axes is open.
 
     Args:
         family: of the model.
         config: of the model.
         name: of the model, for the title.
+        also_closed: axes that another part of the model closes, with the reasons.
     """
     sizes = family.sizes(config)
-    closed = family.closed_axes(config)
+    closed = family.closed_axes(config) | dict(also_closed)
     rows: list[tuple[str, Any]] = [("type", family.model_type), ("table", _source(family))]
     rows += [(f"{kind} layers", sizes.describe(kind)) for kind in sizes.kinds]
     rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]

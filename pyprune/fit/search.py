@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pyprune.checkpoint.load import ModelSource
 from pyprune.checkpoint.tokenizer import no_tokenizer
+from pyprune.checkpoint.tower import tower_of
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.sources import look_up_samples
 from pyprune.data.stream import check_sequence_length, position_limit
@@ -172,6 +173,11 @@ class Fitting:
         source = ModelSource.of(model)
         _ = source.version  # of the files that are about to be loaded
         loaded, tokenizer = source.load(dtype=options.dtype, device=options.device)
+        if tower_of(loaded):
+            raise UnsupportedModelError(
+                f"{source} is a multimodal model, and sizes that fit a budget are searched for text models alone. "
+                "Prune it with a ratio: pyprune prune MODEL --method wanda --uniform --ratio 0.25."
+            )
         if tokenizer is None:
             raise no_tokenizer(source.name)
         fitting = cls(source, loaded, tokenizer, options, weights, profile, cache)

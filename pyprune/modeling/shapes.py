@@ -12,18 +12,21 @@ from transformers.initialization import no_init_weights
 from pyprune.runtime.shapes import to_shapes_
 
 
-def uninitialised_model(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def uninitialised_model(
+    config: PretrainedConfig, dtype: torch.dtype, *, auto: Any = AutoModelForCausalLM, **options: Any
+) -> PreTrainedModel:
     """Make the model of a configuration without writing its weights: memory that is not written is not resident.
 
     Args:
         config: it is not changed.
         dtype: of the parameters.
+        auto: the Auto class that has the model.
         options: of ``from_config``.
     """
     config = copy.deepcopy(config)
     config.dtype = dtype
     with no_init_weights():
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, **options))
+        return cast(PreTrainedModel, auto.from_config(config, **options))
 
 
 def model_of_shapes(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

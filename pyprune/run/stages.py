@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pyprune.checkpoint.stored import StoredModel
+from pyprune.checkpoint.tower import tower_of
 from pyprune.checkpoint.trained_on import unmarked_text_warnings
 from pyprune.config.run import PruneConfig, StageAction
 from pyprune.cut.compact import CompactReport, become_shapes_, compact_
@@ -363,6 +364,15 @@ def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
         ConfigError: the message names the axis, the reason and the open axes.
     """
     method, closed = get_method(config.method), family_for(model).closed_axes(model.config)
+    if tower := tower_of(model):
+        closed |= tower.closed_axes()
+        if method.rotates:
+            closed["hidden"] = "the projector of images writes its channels, which the method would rotate"
+        if method.scores and not config.score_options.uniform:
+            raise ConfigError(
+                f"{config.method} gives layers widths of their own, which no {tower.config.model_type!r} model holds. "
+                "Give every layer the same (--uniform), or remove whole layers (--method elder)."
+            )
     for axis in config.score_options.axes if method.scores else (method.axis,):
         if axis in closed:
             names = [name for name in ("layers", "hidden", "heads", "ffn") if name not in closed]
@@ -380,6 +390,12 @@ def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -
         UnsupportedModelError: nothing carries the biases.
     """
     target = target_of(model, plan, biases=config.adds_biases)
+    tower = tower_of(model)
+    if tower and (reason := tower.obstacle(target.config, plan)):
+        raise ConfigError(
+            f"The {tower.config.model_type!r} model cannot hold its text tower after this cut: {reason}. Give every "
+            "layer the same widths (--uniform), or remove whole layers (--method elder)."
+        )
     if config.target == "stock" and target.stock is None:
         raise ConfigError(
             f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "

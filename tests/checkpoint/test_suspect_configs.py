@@ -83,12 +83,21 @@ def test_an_empty_bin_is_a_damaged_file_and_not_ctrl_c(foreign: Path) -> None:
     refused(foreign, r"pytorch_model\.bin is empty")
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "gemma3_text", "mistral3", "llama"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "llama"])
 def test_a_model_of_several_parts_is_called_that(foreign: Path, model_type: str) -> None:
     """Whatever its type says: its text part is one of the known ones, and its files are whole."""
     change_config(foreign, model_type=model_type, text_config={"hidden_size": 64}, vision_config={})
     with pytest.raises(UnsupportedModelError, match=r"several parts \(vision_config\).*save its language_model"):
         load_model(foreign)
+
+
+def test_a_vision_tower_larger_than_the_files_is_not_built(foreign: Path) -> None:
+    """The rest of a multimodal model is compared with the files too."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 1}
+    change_config(foreign, model_type="gemma3", text_config=text, vision_config={})
+    refused(foreign, r"describes a model of [\d,]+ parameters, but its files hold")
+    change_config(foreign, vision_config={"hidden_size": 1 << 60})
+    refused(foreign, r"vision_config\.hidden_size = ")
 
 
 def test_weights_named_as_a_part_of_a_larger_model_are_called_that() -> None:
