@@ -42,9 +42,8 @@ ERROR = 2e-2
 
 def has_tower(values: Mapping[str, Any]) -> bool:
     """Check whether a config.json (plain data) describes a multimodal model with a text tower."""
-    return isinstance(values.get("text_config"), Mapping) and values.get("model_type") in (
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    )
+    kind = str(values.get("model_type"))  # a damaged one may be a list
+    return isinstance(values.get("text_config"), Mapping) and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -52,7 +51,8 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not has_tower(values):
         return values
     text = values["text_config"]
-    return {**text, "model_type": TWINS.get(text.get("model_type"), text.get("model_type"))}
+    kind = text.get("model_type")
+    return {**text, "model_type": TWINS.get(str(kind), kind)}
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -83,7 +83,7 @@ def closed_axes(values: Mapping[str, Any]) -> dict[str, str]:
     name, closed = values["model_type"], dict[str, str]()
     if name not in WIDTHS:
         closed["hidden"] = f"pyprune knows no cut of the projector of {name!r} models, which writes its channels"
-    if TWINS.get(values["text_config"].get("model_type")) == "qwen2":
+    if TWINS.get(str(values["text_config"].get("model_type"))) == "qwen2":
         closed["heads"] = f"the class of {name!r} models derives the width of a head from the number of heads"
     return closed
 

@@ -98,6 +98,9 @@ def test_a_vision_tower_larger_than_the_files_is_not_built(foreign: Path) -> Non
     refused(foreign, r"describes a model of [\d,]+ parameters, but its files hold")
     change_config(foreign, vision_config={"hidden_size": 1 << 60})
     refused(foreign, r"vision_config\.hidden_size = ")
+    change_config(foreign, vision_config={}, text_config={"model_type": ["gemma3_text"]})
+    with pytest.raises(UnsupportedModelError, match="gemma3_text"):
+        load_model(foreign)
 
 
 def test_weights_named_as_a_part_of_a_larger_model_are_called_that() -> None:
