@@ -159,7 +159,7 @@ def families(
     """
     from pyprune.checkpoint.load import ModelSource
     from pyprune.families import family_for, find_family
-    from pyprune.families.table import known_types, layers_table, model_table, open_table, refused_table
+    from pyprune.families.table import known_types, layers_table, model_table, open_table, refused_table, vllm_table
     from pyprune.runtime.progress import track
     from pyprune.runtime.report import markdown_table
 
@@ -170,7 +170,7 @@ def families(
         types = known_types()
         for name in track(types, "looking at model types"):
             find_family(name)  # is kept for the tables
-        tables = [open_table(types), layers_table(types), refused_table(types)]
+        tables = [open_table(types), layers_table(types), refused_table(types), vllm_table()]
     if markdown:
         typer.echo("\n\n".join(map(markdown_table, tables)))
         return

@@ -26,6 +26,7 @@ from pyprune.families.base import (
     parameters_after,
     shapes_after,
 )
+from pyprune.families.engines import stock_obstacle
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,9 +85,9 @@ def all_families() -> dict[str, Family]:
 
 
 def serving_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Why vLLM's own class of a stock architecture refuses a config.json (plain data); empty where it does not."""
+    """Why vLLM's own class of a stock architecture refuses a config.json (plain data); None where it does not."""
     family = all_families().get(str(config.get("model_type")))
-    return None if family is None else family.unserved(config)
+    return stock_obstacle(config) if family is None else family.unserved(config)
 
 
 def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
@@ -95,6 +96,7 @@ def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
             "alone",
             "base",
             "common",
+            "engines",
             "exceptions",
             "gemma4",
             "gguf_forms",

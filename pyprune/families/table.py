@@ -1,4 +1,4 @@
-"""The tables that ``pyprune families`` prints: every model type with its open axes, and the types that are refused."""
+"""The tables that ``pyprune families`` prints: each model type with its open axes and engines, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyprune.families import all_families, family_or_reason, find_family
 from pyprune.families.base import Family
+from pyprune.families.engines import NEARLY, NOT_ON_CPU, REFUSED, vllm_cell
 from pyprune.families.gemma4 import GIVEN
 from pyprune.families.infer import causal_types
 from pyprune.runtime.report import Table
@@ -32,7 +33,8 @@ def open_table(model_types: Iterable[str]) -> Table:
     """
     families = [family for family in map(find_family, model_types) if family is not None and not family.layers_alone]
     rows = [_row(family) for family in sorted(families, key=lambda family: family.model_type)]
-    return Table("Model types", ("type", "table", *AXES, "experts", "closed, or refused"), tuple(rows))
+    columns = ("type", "table", *AXES, "experts", "stock", "vLLM", "GGUF", "closed, or refused")
+    return Table("Model types", columns, tuple(rows))
 
 
 def layers_table(model_types: Iterable[str]) -> Table:
@@ -40,6 +42,13 @@ def layers_table(model_types: Iterable[str]) -> Table:
     families = {name: find_family(name) for name in sorted(model_types)}
     names = [name for name, family in families.items() if family is not None and family.layers_alone]
     return Table("Layers alone", ("count", "types"), ((len(names), ", ".join(names)),))
+
+
+def vllm_table() -> Table:
+    """Return a row for each type that vLLM does not serve as Transformers does, with the reason."""
+    reasons = {"no": REFUSED, "nearly": NEARLY, "not on a CPU": NOT_ON_CPU}
+    rows = [(name, word, reason) for word, types in reasons.items() for name, reason in sorted(types.items())]
+    return Table("vLLM", ("type", "vLLM", "reason"), tuple(rows))
 
 
 def refused_table(model_types: Iterable[str]) -> Table:
@@ -56,7 +65,10 @@ def _row(family: Family) -> tuple[str, ...]:
     reasons = _kept_whole(family)
     reasons += [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
-    return (family.model_type, _source(family), *cells, "kept" if family.mixture_fields else "", "; ".join(reasons))
+    cells.append("kept" if family.mixture_fields else "")
+    cells.append(", ".join(dict.fromkeys(target.model_type for target in family.stock_targets)))
+    cells += [vllm_cell(family), "no" if isinstance(family.gguf, str) else "yes"]
+    return (family.model_type, _source(family), *cells, "; ".join(reasons))
 
 
 def _source(family: Family) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pyprune.families import serving_obstacle
+from pyprune.families import all_families, serving_obstacle
 from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.stats import cpu_flags
 from pyprune.serving.vllm.plugin import architectures
@@ -57,11 +57,12 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def stock_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Explain why vLLM's own class cannot start with a stock checkpoint; None for all others."""
+    """Explain why vLLM's own class does not serve a stock checkpoint; None for all others."""
     reason = serving_obstacle(config)
-    return (
-        f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves." if reason else None
-    )
+    family = all_families().get(str(config.get("model_type")))
+    if reason is None or family is None or not family.served_by:
+        return reason
+    return f"{reason} Write it with `pyprune export --target pruned`, which pyprune's plugin serves."
 
 
 def rounding_obstacle(config: Mapping[str, Any], architecture: str) -> str | None:

@@ -32,8 +32,9 @@ from pyprune.families import (
     parameters_after,
     shapes_after,
 )
+from pyprune.families.engines import CONDITIONS, NEARLY, NOT_ON_CPU, REFUSED, STOCK
 from pyprune.families.infer import causal_types, inferred_family
-from pyprune.families.table import open_table
+from pyprune.families.table import open_table, vllm_table
 from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
@@ -403,11 +404,11 @@ def test_a_method_on_a_closed_axis_is_refused_before_it_decides(tmp_path: Path) 
         prune_checkpoint(folder, config, out=tmp_path / "out")
 
 
-def test_the_table_in_the_documentation_is_the_table() -> None:
+def test_the_tables_in_the_documentation_are_the_tables() -> None:
     """`pyprune families --markdown` prints it."""
     text = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
-    table = markdown_table(open_table([*all_families(), *INFERRED]))
-    assert table in text, table
+    for table in map(markdown_table, (open_table([*all_families(), *INFERRED]), vllm_table())):
+        assert table in text, table
 
 
 def test_the_command_answers_for_one_model(tmp_path: Path) -> None:
@@ -434,6 +435,12 @@ def test_the_command_lists_types_and_reasons(monkeypatch: pytest.MonkeyPatch) ->
     tables = json.loads(run("families", "--json", "-").output)
     assert [(row["type"], row["table"]) for row in tables["Model types"]] == [("llama", "own"), ("smollm3", "inferred")]
     assert "; nor whole layers removed: each position sees" in tables["Refused"][0]["reason"]
+
+
+def test_each_type_has_one_verdict_of_vllm() -> None:
+    verdicts = [*STOCK, *NEARLY, *REFUSED, *NOT_ON_CPU]
+    assert len(verdicts) == len({*verdicts})
+    assert {*verdicts, *CONDITIONS} <= {*all_families(), *INFERRED}
 
 
 def test_llama_cpp_has_no_layout_for_inferred_types(tmp_path: Path) -> None:

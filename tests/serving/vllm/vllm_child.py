@@ -13,6 +13,7 @@ for an attempted one either of the two
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -51,7 +52,8 @@ def _load_classes(models: list[str]) -> None:
     load_general_plugins()
     for folder in models:
         [name] = json.loads((Path(folder) / "config.json").read_text())["architectures"]
-        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        if name in ModelRegistry.models:  # others run on layers of Transformers
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _attempt(model: str, job: dict[str, Any]) -> list[dict[str, Any]] | str:
@@ -60,8 +62,10 @@ def _attempt(model: str, job: dict[str, Any]) -> list[dict[str, Any]] | str:
     try:
         return _answers(model, job)
     except Exception as error:
-        cleanup_dist_env_and_memory()
-        return f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
+    gc.collect()  # an engine that failed would end the groups of the next one when it is freed
+    cleanup_dist_env_and_memory()
+    return message
 
 
 def _refusal(model: str, job: dict[str, Any]) -> str | None:

@@ -1,0 +1,113 @@
+"""What vLLM 0.32 does with stock checkpoints of each model type.
+
+It was measured with tiny models on a CPU in float32, cut with equal sizes in every layer. ``make test-all`` measures it
+again (``tests/serving/test_stock_types.py``, and ``test_stock_exports.py`` for families with a table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyprune.families.base import Family
+
+STOCK = frozenset(
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "phi", "gemma3_text", "opt", "granite", "starcoder2", "phi3"),
+        *("olmo2", "gpt_neox"),
+        *("afmoe", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "dots1", "ernie4_5", "exaone4"),
+        *("exaone_moe", "falcon_h1", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt_oss"),
+        *("granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
+        *("hunyuan_v1_moe", "hyperclovax", "jais2", "llama4_text", "mellum", "ministral", "ministral3"),
+        *("mixtral", "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss"),
+        *("smollm3", "granitemoehybrid", "hy_v3", "nemotron_h", "solar_open", "stablelm"),
+    )
+)
+"""Types that vLLM serves with Transformers' log probabilities, equal to 1e-5."""
+NEARLY: Mapping[str, str] = {
+    **dict.fromkeys(("gemma2", "vaultgemma"), "vLLM's kernel on a CPU rounds capped scores; exact without a cap"),
+    "apertus": "vLLM computes the factors of xIELU in bfloat16",
+    **dict.fromkeys(("gemma4_text", "minicpm3"), "rounding in float32: 2e-5"),
+}
+"""Type -> why the log probabilities differ by more than that, in texts of 150 tokens by less than 0.01."""
+REFUSED: Mapping[str, str] = {
+    "aria_text": "vLLM has a class of the whole model alone, not of its text part",
+    "bamba": "vLLM has no class of it, and its Transformers backend does not take the mixer",
+    "doge": "vLLM has no class of it, and its Transformers backend answers otherwise",
+    "phimoe": "vLLM knows an older name of its class, and its Transformers backend fails in the experts",
+}
+"""Type -> why vLLM does not load it, or answers otherwise than Transformers."""
+NOT_ON_CPU: Mapping[str, str] = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "selective scans have no kernel there"),
+    "ernie4_5_moe": "its router leaves out the biases of experts there",
+    **dict.fromkeys(("laguna", "minimax_m2"), "its router has no kernel there"),
+    "olmo_hybrid": "its gated delta nets need Triton",
+}
+"""Type -> why vLLM does not serve it on a CPU. No GPU was tried."""
+
+
+def _untied(config: Mapping[str, Any]) -> str | None:
+    return (
+        None if config.get("tie_word_embeddings", True) else "vLLM ties the head to the embedding, and this head is not"
+    )
+
+
+def _not_square(config: Mapping[str, Any]) -> str | None:
+    hidden, heads, head_dim = (config.get(name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
+    if not head_dim or not heads or hidden == heads * head_dim:
+        return None
+    return f"vLLM derives the head size as {hidden} / {heads}, not {head_dim}"
+
+
+def _not_alternating(config: Mapping[str, Any]) -> str | None:
+    kinds = list(config.get("layer_types") or ())
+    words = ["full_attention" if i % 2 else "sliding_attention" for i in range(len(kinds))]
+    return (
+        None if kinds == words else "vLLM takes a sliding window in layers 0, 2, 4 and so on, and this model does not"
+    )
+
+
+def _uneven_mixtures(config: Mapping[str, Any]) -> str | None:
+    step, layers = config.get("interleave_moe_layer_step"), config.get("moe_layers")
+    if not step or layers is None:
+        return None
+    expected = [i for i in range(config.get("num_hidden_layers", 0)) if (i + 1) % step == 0]
+    return None if layers == expected else f"vLLM takes the layers {expected} for mixtures, and this model has {layers}"
+
+
+def _dense_later(config: Mapping[str, Any]) -> str | None:
+    words, count = list(config.get("mlp_layer_types") or ()), config.get("first_k_dense_replace") or 0
+    first = words.index("sparse") if "sparse" in words else len(words)
+    dense = words.count("dense")
+    return None if first == dense == count else f"vLLM takes the first {count} layers alone for dense ones"
+
+
+CONDITIONS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gemma2"), _untied),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "lfm2_moe", "qwen2_moe"),
+        _not_square,
+    ),
+    "hy_v3": _dense_later,
+    "llama4_text": _uneven_mixtures,
+    "gpt_oss": _not_alternating,
+}
+"""Type -> (config.json as plain data) -> why vLLM does not serve this variant as Transformers does, or None."""
+
+
+def stock_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Explain why vLLM does not serve a stock checkpoint of an inferred type; None if it does, or nobody knows.
+
+    Args:
+        config: config.json as plain data.
+    """
+    name = str(config.get("model_type"))
+    reason = REFUSED.get(name) or (CONDITIONS[name](config) if name in CONDITIONS else None)
+    return f"vLLM 0.32 does not serve this {name!r} model as Transformers does: {reason}." if reason else None
+
+
+def vllm_cell(family: Family) -> str:
+    """Return what vLLM serves of a type, in a few words."""
+    names = {"stock": STOCK, "nearly": NEARLY, "not on a CPU": NOT_ON_CPU, "no": REFUSED}
+    words = [word for word, types in names.items() if family.model_type in types]
+    return ", ".join([*words, "per layer"] if family.served_by else words or ["untested"])

@@ -1,0 +1,118 @@
+"""Stock exports of tiny models of inferred types, with sizes that vLLM takes, and equal ones in every layer."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from pyprune.cut.compact import compact_
+from pyprune.cut.target import choose_target
+from pyprune.families import family_for
+from pyprune.families.engines import CONDITIONS, stock_obstacle
+from pyprune.families.infer import tiny_sizes
+from pyprune.plan import PrunePlan
+from pyprune.serving.export import export
+from tests._support.inferred import VALUES
+from tests._support.tiny import VOCAB, damp_, random_model
+from tests._support.tokenizer import tiny_tokenizer
+
+AXES = ("layers", "hidden", "heads", "ffn")
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_LATENT: dict[str, Any] = {
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+}
+_WINDOW = {"sliding_window": 6}
+_PERIODS = {"gpt_oss": [1, 2], "llama4_text": [1, 2]}
+"""Type whose layers vLLM tells apart by the parity of their index -> the layers that are removed."""
+_TIED = {"tie_word_embeddings": True}
+SERVED_VALUES: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "cohere": _TIED,
+    "cohere2": {**_TIED, "sliding_window": 256},
+    "cohere2_moe": {**_TIED, "sliding_window": 256},
+    "ernie4_5_moe": {"moe_layer_end_index": 4},
+    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16},
+    "gemma2": _TIED,
+    "gemma4_text": {"global_head_dim": 64},
+    "hy_v3": {
+        **{"mlp_layer_types": ["dense", *["sparse"] * 4], "first_k_dense_replace": 1, "expert_hidden_dim": 44},
+        **{"qk_norm": True, "route_norm": True},
+    },
+    "llama4_text": {"moe_layers": [1, 3], "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "ministral3": {
+        "rope_parameters": VALUES["ministral3"]["rope_parameters"] | {"original_max_position_embeddings": 256}
+    },
+    "nemotron_h": {
+        "mamba_head_dim": 64,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "full_attention"],
+    },
+}
+"""Type -> values that its published models have, besides those that tests of its table have."""
+
+
+REFUSED_VALUES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in CONDITIONS},
+    **{name: {"tie_word_embeddings": False} for name in ("cohere", "cohere2", "cohere2_moe", "gemma2")},
+    "hy_v3": {"first_k_dense_replace": 2},
+}
+"""Type -> values of a variant that vLLM does not serve as Transformers does, if any cut can make one."""
+
+
+def write_stock(model_type: str, out: Path, *, refused: bool = False, **changes: Any) -> tuple[str, ...]:
+    """Write a tiny model that is cut along most axes and stays of its type; return the axes.
+
+    Args:
+        model_type: of an inferred family.
+        out: the folder to create.
+        refused: cut it so that vLLM does not serve the result as Transformers does.
+        changes: other values of the configuration.
+    """
+    tiny = tiny_sizes(model_type)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 96}
+    sizes |= _LATENT if "kv_lora_rank" in tiny else _HEADS
+    values = tiny | VALUES.get(model_type, {}) | sizes | SERVED_VALUES.get(model_type, {}) | changes
+    model = random_model(model_type, **values)
+    if getattr(model.config, "sliding_window", None) and "sliding_window" not in values:
+        model = random_model(model_type, **values | _WINDOW)
+    damp_(model)
+    plan, axes = uniform_cut(model, refused=refused)
+    assert compact_(model, plan).stock
+    export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
+    return axes
+
+
+def uniform_cut(model: PreTrainedModel, *, refused: bool = False) -> tuple[PrunePlan, tuple[str, ...]]:
+    """Return the plan that cuts most axes with equal sizes in every layer, so that the type holds it, and its axes."""
+    config = model.config
+    dense, closed = family_for(model).plan(config), family_for(model).closed_axes(config)
+    subsets = [axes for count in (4, 3, 2, 1) for axes in combinations(AXES, count) if not {*axes} & {*closed}]
+    for axes, hidden in product(subsets, (96, 64)):  # 64: as wide as the heads that are kept
+        plan = dense
+        for axis in axes:
+            plan = _cut(plan, axis, hidden, refused=refused)
+        target = choose_target(family_for(config), config, plan)
+        holds = plan != dense and target.stock is not None
+        if holds and bool(stock_obstacle(target.config.to_dict())) is refused:
+            return plan, axes
+    raise AssertionError("no axis can be cut")
+
+
+def _cut(plan: PrunePlan, axis: str, hidden: int, *, refused: bool) -> PrunePlan:
+    if axis == "layers":
+        return plan.drop_layers([1] if refused else _PERIODS.get(plan.model_type, [1]))
+    if axis == "hidden":
+        return plan.keep_hidden(range(hidden))
+    dense = plan.dense
+    for layer in plan.kept_layers:
+        if axis == "ffn" and "ffn" in dense.axes and (width := dense.units("ffn", layer)):
+            plan = plan.with_layer(layer, ffn=range(width * 2 // 3 // 8 * 8))
+        if axis == "heads" and "kv_heads" in dense.axes and (groups := dense.units("kv_heads", layer)):
+            heads = range(dense.units("query_heads", layer) // groups * (groups // 2))
+            plan = plan.with_layer(layer, query_heads=heads, kv_heads=range(groups // 2))
+    return plan

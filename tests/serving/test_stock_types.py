@@ -1,0 +1,77 @@
+"""Stock exports of inferred types in a real vLLM: what pyprune.families.engines says of each is what vLLM does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyprune.checkpoint.load import load_model
+from pyprune.families import all_families
+from pyprune.families.engines import NEARLY, NOT_ON_CPU, REFUSED, STOCK, stock_obstacle
+from tests._support.answers import log_probabilities, served_and_expected
+from tests._support.served import NEW_TOKENS, REAL_VLLM, TOP, compare, prompts, run_program
+from tests._support.stock import REFUSED_VALUES, write_stock
+
+pytestmark = REAL_VLLM
+
+SERVED = sorted(STOCK - {*all_families()})
+VARIANTS = [f"{name}-refused" for name in REFUSED_VALUES]
+TRIED = sorted((*SERVED, *NEARLY, *REFUSED, *NOT_ON_CPU))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("types")
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> dict[str, Any]:
+    """What vLLM makes of a stock export of each type, and of the variants that are refused beforehand."""
+    for name in TRIED:
+        write_stock(name, root / name, refused=name in REFUSED)
+    for name, values in REFUSED_VALUES.items():
+        write_stock(name, root / f"{name}-refused", refused=True, **values)
+    folders = [str(root / name) for name in (*TRIED, *VARIANTS)]
+    job = {"models": [], "damaged": [], "prompts": prompts(), "new_tokens": NEW_TOKENS, "top": TOP}
+    found: dict[str, Any] = run_program("vllm_child.py", job | {"attempted": folders})
+    return found
+
+
+def error(folder: Path, answers: Any) -> float:
+    """The largest difference of a log probability from Transformers'; infinite where vLLM does not answer."""
+    if isinstance(answers, str):
+        return float("inf")
+    model, _ = load_model(folder)
+    worst = 0.0
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        pair = served_and_expected(log_probabilities(model, [*prompt, *answer["tokens"]]), prompt, answer)
+        worst = max(worst, float((pair[0] - pair[1]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served_log_probabilities_are_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
+    answers = served[str(root / name)]
+    assert not isinstance(answers, str), answers
+    compare(root / name, prompts(), answers)
+
+
+@pytest.mark.parametrize("name", sorted(NEARLY))
+def test_log_probabilities_are_nearly_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
+    assert 1e-5 < error(root / name, served[str(root / name)]) < 0.01
+
+
+@pytest.mark.parametrize("name", [*sorted((*REFUSED, *NOT_ON_CPU)), *VARIANTS])
+def test_what_is_refused_is_not_served(name: str, root: Path, served: dict[str, Any]) -> None:
+    assert error(root / name, served[str(root / name)]) > 1e-3
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_that_vllm_does_not_serve_is_refused_beforehand(
+    name: str, root: Path, served: dict[str, Any]
+) -> None:
+    config = json.loads((root / name / "config.json").read_text())
+    assert stock_obstacle(config)
