@@ -82,6 +82,21 @@ def _dense_later(config: Mapping[str, Any]) -> str | None:
     return None if first == dense == count else f"vLLM takes the first {count} layers alone for dense ones"
 
 
+PER_LAYER: Mapping[str, tuple[str, str]] = {
+    "arcee": ("ArceeForCausalLM", "ArceeDecoderLayer"),
+    "cwm": ("CwmForCausalLM", "PrunedDecoderLayer"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "NeighbourDecoderLayer"),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4DecoderLayer"),
+    "glm": ("GlmForCausalLM", "NeighbourDecoderLayer"),
+    "glm4": ("Glm4ForCausalLM", "Glm4DecoderLayer"),
+    "helium": ("HeliumForCausalLM", "NeighbourDecoderLayer"),
+    "ministral": ("MinistralForCausalLM", "PrunedDecoderLayer"),
+    "ministral3": ("Ministral3ForCausalLM", "LongDecoderLayer"),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3DecoderLayer"),
+    "seed_oss": ("SeedOssForCausalLM", "QkvBiasedDecoderLayer"),
+    "smollm3": ("SmolLM3ForCausalLM", "SomeRotatedDecoderLayer"),
+}
+"""Inferred type -> its causal LM, and the layer in ``pyprune.serving.vllm.layers`` that has sizes of its own."""
 CONDITIONS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gemma2"), _untied),
     **dict.fromkeys(
@@ -104,6 +119,16 @@ def stock_obstacle(config: Mapping[str, Any]) -> str | None:
     name = str(config.get("model_type"))
     reason = REFUSED.get(name) or (CONDITIONS[name](config) if name in CONDITIONS else None)
     return f"vLLM 0.32 does not serve this {name!r} model as Transformers does: {reason}." if reason else None
+
+
+def vllm_layer(model_type: str) -> str:
+    """Return the import path of the vLLM layer of an inferred type; "" = there is none."""
+    return f"pyprune.serving.vllm.layers:{PER_LAYER[model_type][1]}" if model_type in PER_LAYER else ""
+
+
+def inferred_architectures() -> dict[str, str]:
+    """Return the pruned architecture in config.json -> type, of inferred types whose sizes per layer vLLM serves."""
+    return {f"Pruned{model}": name for name, (model, _) in PER_LAYER.items()}
 
 
 def vllm_cell(family: Family) -> str:

@@ -45,6 +45,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
+from pyprune.families.engines import vllm_layer
 from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY, VARIANTS
 from pyprune.families.gemma4 import GIVEN
 from pyprune.families.latent import (
@@ -349,6 +350,7 @@ def _infer(model_type: str) -> Family:
         refused_switches={name: (value, facts.public(reason)) for name, (value, reason) in refused.items()},
         **facts.flags,
         **(kinds | mixture),
+        vllm_layer=vllm_layer(model_type),
     )
     narrow = rule == "heads times head_dim"
     if narrow or counts_shared or facts.shut or facts.kind_of:

@@ -21,9 +21,11 @@ from vllm.distributed import (
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.gemma3 import Gemma3Attention, Gemma3MLP
 from vllm.model_executor.models.granite import GraniteAttention
 from vllm.model_executor.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
+from vllm.model_executor.models.mistral import MistralAttention
 from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
 from pyprune.modeling.layers import VirtualLayerNorm
@@ -36,7 +38,31 @@ class NoAttention(nn.Module):
         super().__init__()
 
 
-class NormedAttention(LlamaAttention):
+class RotatedAttention(LlamaAttention):
+    """LLaMA attention that rotates queries and keys as its class and its layer's configuration say."""
+
+    neighbours = False
+    """Pairs are channels next to each other, not of the two halves of a head."""
+
+    def _init_rotary_emb(self, config: Any, quant_config: Any) -> None:
+        if not getattr(config, "rotates", True):
+            self.rotary_emb = _no_rotation
+            return
+        rope, positions = config.rope_parameters, self.max_position_embeddings
+        self.rotary_emb = get_rope(self.head_dim, positions, not self.neighbours, rope)
+
+
+def _no_rotation(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return q, k
+
+
+class NeighbourAttention(RotatedAttention):
+    """Attention that rotates channels next to each other (ERNIE 4.5, GLM, Helium)."""
+
+    neighbours = True
+
+
+class NormedAttention(RotatedAttention):
     """LLaMA attention that normalises queries and keys before the rotation; subclasses define how."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -131,7 +157,8 @@ class FamilyLayer:
 
     def read_sizes(self, whole: Any, prefix: str) -> Any:
         """Return the configuration of the layer at its own sizes, and remember which sub-blocks it has."""
-        own = whole.layer_config(extract_layer_index(prefix))
+        self.index = extract_layer_index(prefix)
+        own = whole.layer_config(self.index)
         skip = getattr(own, "skip", ())
         self.attends, self.feeds = "attention" not in skip, "mlp" not in skip
         return own
@@ -218,6 +245,54 @@ class NormedDecoderLayer(PrunedDecoderLayer):
     """Qwen3: norms on query and key heads."""
 
     attention_class = HeadNormedAttention
+
+
+class QkvBiasedDecoderLayer(PrunedDecoderLayer):
+    """Seed-OSS: biases on the query, key and value projections, and on the output projection, are two switches."""
+
+    def adapt(self, config: Any) -> Any:
+        """See :meth:`PrunedDecoderLayer.adapt`."""
+        config.qkv_bias, config.attention_bias = config.attention_bias, config.attention_out_bias
+        return config
+
+
+class SomeRotatedDecoderLayer(PrunedDecoderLayer):
+    """SmolLM3: some layers do not rotate."""
+
+    attention_class = RotatedAttention
+
+    def adapt(self, config: Any) -> Any:
+        """See :meth:`PrunedDecoderLayer.adapt`."""
+        config.rotates = bool(config.no_rope_layers[self.index])
+        return config
+
+
+class LongDecoderLayer(PrunedDecoderLayer):
+    """Ministral 3: queries beyond the length that it was trained with first are scaled."""
+
+    attention_class = MistralAttention
+
+    def adapt(self, config: Any) -> Any:
+        """See :meth:`PrunedDecoderLayer.adapt`."""
+        rope = config.rope_parameters
+        if beta := rope.get("llama_4_scaling_beta"):
+            length = rope["original_max_position_embeddings"]
+            config.llama_4_scaling = {"original_max_position_embeddings": length, "beta": beta}
+        return config
+
+
+class NeighbourDecoderLayer(PrunedDecoderLayer):
+    """ERNIE 4.5, Helium and GLM: channels next to each other are rotated."""
+
+    attention_class = NeighbourAttention
+
+    def adapt(self, config: Any) -> Any:
+        """See :meth:`PrunedDecoderLayer.adapt`."""
+        if hasattr(config, "use_bias"):
+            config.attention_bias = config.mlp_bias = config.use_bias
+        else:
+            config.qkv_bias, config.attention_bias = config.attention_bias, False
+        return config
 
 
 class ScaledAttention(GraniteAttention):
@@ -485,8 +560,8 @@ class Starcoder2DecoderLayer(LayerNormDecoderLayer):
 class Olmo2DecoderLayer(OwnDecoderLayer):
     """OLMo 2: no norms before a sub-block and one after each; queries and keys are normalised over their width."""
 
-    attention_norms = (None, "post_attention_layernorm")
-    mlp_norms = (None, "post_feedforward_layernorm")
+    attention_norms: tuple[str | None, str | None] = (None, "post_attention_layernorm")
+    mlp_norms: tuple[str | None, str | None] = (None, "post_feedforward_layernorm")
 
     def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         """See :meth:`OwnDecoderLayer.make_attention`."""
@@ -501,3 +576,57 @@ class Olmo2DecoderLayer(OwnDecoderLayer):
     def make_norm(self, own: Any) -> nn.Module:
         """See :meth:`OwnDecoderLayer.make_norm`."""
         return RMSNorm(own.hidden_size, eps=own.rms_norm_eps)  # type: ignore[no-any-return]
+
+
+class Olmo3DecoderLayer(Olmo2DecoderLayer):
+    """OLMo 3: layers with a sliding window rotate otherwise."""
+
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        own.rope_parameters = own.rope_parameters[own.layer_types[self.index]]
+        return super().make_attention(own, vllm_config, prefix)
+
+
+class Exaone4DecoderLayer(Olmo2DecoderLayer):
+    """EXAONE 4: norms as OLMo 2, norms on heads as Qwen3; layers without a window do not rotate if others have one."""
+
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        own.rotates = own.sliding_window is None or own.layer_types[self.index] == "sliding_attention"
+        return _attention(HeadNormedAttention, own, vllm_config, prefix)
+
+
+class Glm4DecoderLayer(Olmo2DecoderLayer):
+    """GLM-4: norms before and after each sub-block."""
+
+    attention_norms = ("input_layernorm", "post_self_attn_layernorm")
+    mlp_norms = ("post_attention_layernorm", "post_mlp_layernorm")
+
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        return _attention(NeighbourAttention, own, vllm_config, prefix, bias=own.attention_bias)
+
+
+class ArceeModel(LlamaModel):
+    """Arcee: other names in the checkpoint."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_substr={".up_proj.": ".fc1.", ".down_proj.": ".fc2."}, orig_to_new_stacked=_QKV
+    )
+
+
+class ArceeDecoderLayer(Olmo2DecoderLayer):
+    """Arcee: LLaMA with an MLP without a gate."""
+
+    model_class = ArceeModel
+    attention_norms = ("input_layernorm", None)
+    mlp_norms = ("post_attention_layernorm", None)
+
+    def make_attention(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_attention`."""
+        biases = {"bias": own.attention_bias, "bias_o_proj": own.attention_bias}
+        return _attention(LlamaAttention, own, vllm_config, prefix, **biases)
+
+    def make_mlp(self, own: Any, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """See :meth:`OwnDecoderLayer.make_mlp`."""
+        return PlainMLP(own, vllm_config, prefix, bias=own.mlp_bias)

@@ -22,7 +22,8 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 
 from pyprune.errors import ConfigError
-from pyprune.families import Family, all_families, resolve
+from pyprune.families import Family, all_families, family_of_type, resolve
+from pyprune.families.engines import inferred_architectures
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
@@ -181,7 +182,9 @@ def _make_class(family: Family) -> type[PrunedCausalLM]:
 
 def __getattr__(name: str) -> type[PrunedCausalLM]:
     """Return a class that checkpoints name, such as PrunedLlamaForCausalLM, and make it at the first request."""
-    for family in all_families().values():
+    inferred = inferred_architectures()
+    families = [family_of_type(inferred[name])] if name in inferred else all_families().values()
+    for family in families:
         if family.vllm_layer and family.pruned_model == name:
             return globals().setdefault(name, _make_class(family))  # type: ignore[no-any-return]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

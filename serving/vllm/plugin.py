@@ -27,8 +27,10 @@ PLUGINS = "VLLM_PLUGINS"
 def architectures() -> dict[str, str]:
     """Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint needs it."""
     from pyprune.families import all_families
+    from pyprune.families.engines import inferred_architectures
 
-    return {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
+    inferred = {name: f"pyprune.serving.vllm.model:{name}" for name in inferred_architectures()}
+    return inferred | {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
 
 
 def loading_obstacle() -> str | None:

@@ -6,7 +6,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from pyprune.cut.compact import compact_
 from pyprune.cut.target import choose_target
@@ -16,6 +16,7 @@ from pyprune.families.infer import tiny_sizes
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
 from tests._support.inferred import VALUES
+from tests._support.served import everything
 from tests._support.tiny import VOCAB, damp_, random_model
 from tests._support.tokenizer import tiny_tokenizer
 
@@ -29,6 +30,9 @@ _WINDOW = {"sliding_window": 6}
 _PERIODS = {"gpt_oss": [1, 2], "llama4_text": [1, 2]}
 """Type whose layers vLLM tells apart by the parity of their index -> the layers that are removed."""
 _TIED = {"tie_word_embeddings": True}
+_ROPE: dict[str, Any] = VALUES["ministral3"]["rope_parameters"]
+_LONG = {"ministral3": {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}}}
+"""Values for layers of pyprune: vLLM's own do not scale queries beyond this length, and ours do."""
 SERVED_VALUES: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cohere": _TIED,
@@ -45,9 +49,7 @@ SERVED_VALUES: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"moe_layers": [1, 3], "interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-    "ministral3": {
-        "rope_parameters": VALUES["ministral3"]["rope_parameters"] | {"original_max_position_embeddings": 256}
-    },
+    "ministral3": {"rope_parameters": _ROPE | {"original_max_position_embeddings": 256}},
     "nemotron_h": {
         "mamba_head_dim": 64,
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "full_attention"],
@@ -64,6 +66,29 @@ REFUSED_VALUES: dict[str, dict[str, Any]] = {
 """Type -> values of a variant that vLLM does not serve as Transformers does, if any cut can make one."""
 
 
+def served_model(model_type: str, **changes: Any) -> PreTrainedModel:
+    """Make a tiny model of an inferred type with sizes that vLLM takes; ``changes`` are values of its configuration."""
+    tiny = tiny_sizes(model_type)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 96}
+    sizes |= _LATENT if "kv_lora_rank" in tiny else _HEADS
+    values = tiny | VALUES.get(model_type, {}) | sizes | SERVED_VALUES.get(model_type, {}) | changes
+    model = random_model(model_type, **values)
+    if getattr(model.config, "sliding_window", None) and "sliding_window" not in values:
+        model = random_model(model_type, **values | _WINDOW)
+    damp_(model)
+    return model
+
+
+def write_per_layer(model_type: str, out: Path, **changes: Any) -> None:
+    """Write a tiny model with all biases, cut along all axes, otherwise in each layer, in the pruned architecture."""
+    switches = AutoConfig.for_model(model_type).to_dict()
+    biases = {name: True for name, value in switches.items() if value is False and name.endswith("bias")}
+    model = served_model(model_type, **(biases | _LONG.get(model_type, {}) | changes))
+    plan = everything(family_for(model).plan(model.config))
+    assert not compact_(model, plan).stock
+    export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
+
+
 def write_stock(model_type: str, out: Path, *, refused: bool = False, **changes: Any) -> tuple[str, ...]:
     """Write a tiny model that is cut along most axes and stays of its type; return the axes.
 
@@ -73,14 +98,7 @@ def write_stock(model_type: str, out: Path, *, refused: bool = False, **changes:
         refused: cut it so that vLLM does not serve the result as Transformers does.
         changes: other values of the configuration.
     """
-    tiny = tiny_sizes(model_type)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 96}
-    sizes |= _LATENT if "kv_lora_rank" in tiny else _HEADS
-    values = tiny | VALUES.get(model_type, {}) | sizes | SERVED_VALUES.get(model_type, {}) | changes
-    model = random_model(model_type, **values)
-    if getattr(model.config, "sliding_window", None) and "sliding_window" not in values:
-        model = random_model(model_type, **values | _WINDOW)
-    damp_(model)
+    model = served_model(model_type, **changes)
     plan, axes = uniform_cut(model, refused=refused)
     assert compact_(model, plan).stock
     export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})

@@ -1,8 +1,9 @@
-"""Stock exports of inferred types in a real vLLM: what pyprune.families.engines says of each is what vLLM does."""
+"""Inferred types in a real vLLM, as stock exports and with sizes per layer, as pyprune.families.engines has them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
-from pyprune.families.engines import NEARLY, NOT_ON_CPU, REFUSED, STOCK, stock_obstacle
+from pyprune.families.engines import NEARLY, NOT_ON_CPU, PER_LAYER, REFUSED, STOCK, stock_obstacle
 from tests._support.answers import log_probabilities, served_and_expected
 from tests._support.served import NEW_TOKENS, REAL_VLLM, TOP, compare, prompts, run_program
-from tests._support.stock import REFUSED_VALUES, write_stock
+from tests._support.stock import REFUSED_VALUES, write_per_layer, write_stock
 
 pytestmark = REAL_VLLM
 
@@ -34,10 +35,22 @@ def served(root: Path) -> dict[str, Any]:
         write_stock(name, root / name, refused=name in REFUSED)
     for name, values in REFUSED_VALUES.items():
         write_stock(name, root / f"{name}-refused", refused=True, **values)
-    folders = [str(root / name) for name in (*TRIED, *VARIANTS)]
+    return ask([root / name for name in (*TRIED, *VARIANTS)])
+
+
+@pytest.fixture(scope="module")
+def served_per_layer(root: Path) -> dict[str, Any]:
+    """What vLLM makes of sizes that differ between layers."""
+    for name in PER_LAYER:
+        write_per_layer(name, root / f"{name}-per-layer")
+    return ask([root / f"{name}-per-layer" for name in PER_LAYER])
+
+
+def ask(folders: Sequence[Path]) -> dict[str, Any]:
+    """The answers to the prompts, or the error, by folder."""
     job = {"models": [], "damaged": [], "prompts": prompts(), "new_tokens": NEW_TOKENS, "top": TOP}
-    found: dict[str, Any] = run_program("vllm_child.py", job | {"attempted": folders})
-    return found
+    replies: dict[str, Any] = run_program("vllm_child.py", job | {"attempted": list(map(str, folders))})
+    return replies
 
 
 def error(folder: Path, answers: Any) -> float:
@@ -57,6 +70,15 @@ def test_served_log_probabilities_are_transformers(name: str, root: Path, served
     answers = served[str(root / name)]
     assert not isinstance(answers, str), answers
     compare(root / name, prompts(), answers)
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_sizes_per_layer_give_transformers_log_probabilities(
+    name: str, root: Path, served_per_layer: dict[str, Any]
+) -> None:
+    answers = served_per_layer[str(root / f"{name}-per-layer")]
+    assert not isinstance(answers, str), answers
+    compare(root / f"{name}-per-layer", prompts(), answers)
 
 
 @pytest.mark.parametrize("name", sorted(NEARLY))

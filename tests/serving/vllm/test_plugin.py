@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pyprune.cut.compact import compact_
 from pyprune.errors import CheckpointError, ConfigError
-from pyprune.families import family_for
+from pyprune.families import family_for, family_of_type
+from pyprune.families.engines import inferred_architectures
 from pyprune.modeling import PRUNED_MODELS
 from pyprune.serving.export import export
 from pyprune.serving.vllm.command import serve_command
@@ -102,7 +103,9 @@ def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
 
 
 def test_registered_names_are_those_that_checkpoints_carry() -> None:
-    assert set(architectures()) <= {cls.__name__ for cls in PRUNED_MODELS.values()}
+    inferred = inferred_architectures()
+    assert set(architectures()) - {*inferred} <= {cls.__name__ for cls in PRUNED_MODELS.values()}
+    assert inferred == {family_of_type(name).pruned_model: name for name in inferred.values()}
 
 
 @pytest.mark.parametrize(
