@@ -54,7 +54,8 @@ class SkippedAttention(nn.Module):
 
     def __init__(self, layer_idx: int, more: int = 1) -> None:
         super().__init__()
-        self.layer_idx, self.more = layer_idx, more
+        self.layer_idx = layer_idx
+        self.more = more
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         """[B, T, H] -> zeros [B, T, H]."""
