@@ -175,8 +175,8 @@ FAULTS = (
     Fault(
         "vLLM: every layer has the sizes of the first",
         "serving/vllm/layers.py",
-        "whole.layer_config(extract_layer_index(prefix))",
-        "whole.layer_config(0 * extract_layer_index(prefix))",
+        "whole.layer_config(self.index)",
+        "whole.layer_config(0 * self.index)",
         "serving/vllm/test_vllm.py",
     ),
     Fault(
