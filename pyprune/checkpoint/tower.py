@@ -1,4 +1,4 @@
-"""Text towers of multimodal checkpoints: each becomes a causal LM of its own, and is put back after a cut."""
+"""Text towers of multimodal checkpoints: each becomes a separate causal LM, and is put back after a cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from pyprune.errors import UnsupportedModelError, shown
 from pyprune.families import parameter_shapes
 from pyprune.families.base import cut_axes
-from pyprune.families.infer import WRITTEN_ANEW
+from pyprune.families.infer import plain_values
 from pyprune.modeling.shapes import uninitialised_model
 from pyprune.plan import PrunePlan
 
@@ -63,7 +63,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     text = copy.deepcopy(config.text_config)
     if twin := TWINS.get(text.model_type):
-        values = {name: value for name, value in text.to_dict().items() if name not in WRITTEN_ANEW}
+        values = plain_values(text)
         rope = {key: value for key, value in values["rope_parameters"].items() if not key.startswith("mrope")}
         values["rope_parameters"] = rope | ({"rope_type": "default"} if rope.get("rope_type") == "mrope" else {})
         always = {"norm_topk_prob": True} if twin == "qwen3_moe" else {}
@@ -89,7 +89,7 @@ def closed_axes(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tower_of(model: PreTrainedModel) -> Tower | None:
-    """Return the tower that a causal LM belongs to, also after it was cut; None where it is a model of its own."""
+    """Return the tower that a causal LM belongs to, also after it was cut; None for any other model."""
     return getattr(model, "tower", None)
 
 
@@ -217,8 +217,8 @@ class Tower:
                 part.dtype = None
         if config.text_config.model_type in TWINS:
             before = self.dense.to_dict()
-            for name, value in text.to_dict().items():
-                if name not in WRITTEN_ANEW and before.get(name) != value and hasattr(config.text_config, name):
+            for name, value in plain_values(text).items():
+                if before.get(name) != value and hasattr(config.text_config, name):
                     setattr(config.text_config, name, value)
         else:
             config.text_config = copy.deepcopy(text)

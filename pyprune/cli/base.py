@@ -333,14 +333,14 @@ def output(data: Mapping[str, Any], json_file: str | None, *items: Any) -> None:
 
 
 def print_next_commands(out: Path) -> None:
-    """Print the commands that usually follow; not serve, if vLLM has no class for the sizes of a checkpoint.
+    """Print the commands that usually follow; not serve, if vLLM does not serve the sizes or the type of a checkpoint.
 
     Args:
         out: folder of the checkpoint that was written.
     """
-    from pyprune.families import find_family
+    from pyprune.families import family_of_type, serving_obstacle
 
-    model_type = str(json.loads((out / "config.json").read_text(encoding="utf-8"))["model_type"])
-    family = find_family(model_type)
-    served = not model_type.startswith("pruned_") or (family is not None and bool(family.served_by))
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    pruned = config["model_type"].startswith("pruned_")
+    served = bool(family_of_type(config["model_type"]).served_by) if pruned else serving_obstacle(config) is None
     print(f"Next: pyprune eval {out} --ppl wikitext2" + f"\n      pyprune serve {out}" * served)

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 does with stock checkpoints of each model type.
+"""Verdicts on stock checkpoints of each model type in vLLM 0.32.
 
 It was measured with tiny models on a CPU in float32, cut with equal sizes in every layer. ``make test-all`` measures it
 again (``tests/serving/test_stock_types.py``, and ``test_stock_exports.py`` for families with a table).

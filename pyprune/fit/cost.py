@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from pyprune.errors import BudgetError, UnsupportedModelError
-from pyprune.families import Family, Row, check_table, family_for
+from pyprune.families import Family, Row, check_table, family_for, parameter_shapes
 from pyprune.families.base import SHARED_AXES, Axis, unit_of
+from pyprune.families.infer import build_on_meta
 from pyprune.families.latent import latent_channels
 from pyprune.fit.formats import WeightFormat, align, weight_format
 from pyprune.fit.measured import MeasuredCosts
@@ -232,13 +233,7 @@ def _rotary_bytes(config: PretrainedConfig, head_dim: int) -> int:
 
 def dense_shapes(config: PretrainedConfig) -> dict[str, Shape]:
     """Name -> shape of every parameter of a model with this configuration, tied ones once; allocates nothing."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from pyprune.families import parameter_shapes
-
-    with torch.device("meta"):
-        return parameter_shapes(AutoModelForCausalLM.from_config(config))
+    return parameter_shapes(build_on_meta(config))
 
 
 @dataclass(frozen=True)

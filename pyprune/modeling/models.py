@@ -209,9 +209,8 @@ def __getattr__(name: str) -> Any:
         if family.pruned_model == name:
             return pruned_model_class(family.model_type)
     types = [model_type for model_type, (_, model_name) in causal_types().items() if name == "Pruned" + model_name]
-    types.sort(
-        key=lambda model_type: find_family(model_type) is None
-    )  # a larger model may have the class of its text part
+    # A larger model may have the class of its text part.
+    types.sort(key=lambda model_type: find_family(model_type) is None)
     if types:
         return pruned_model_class(types[0])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

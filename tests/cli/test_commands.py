@@ -477,7 +477,8 @@ def test_export_names_the_layers_whose_widths_run_slowly(checkpoint: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model_type", "served"), [("pruned_llama", True), ("llama", True), ("smollm3", True), ("pruned_smollm3", False)]
+    ("model_type", "served"),
+    [("pruned_llama", True), ("llama", True), ("pruned_smollm3", True), ("pruned_gemma2", False), ("bamba", False)],
 )
 def test_serving_is_advised_where_vllm_has_a_class(
     model_type: str, served: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
