@@ -127,9 +127,10 @@ class TensorCut:
     Attributes:
         name: new parameter name.
         rows: kept positions along the first dimension, int64; None = all.
-        columns: the same along the second. Of three dimensions, the first counts experts, which are cut one by one.
+        columns: the same along the second. Of three dimensions, the first counts experts, and these are the others.
         factor: multiplies the values, in float32 (float64), rounded once.
         offset: the factor is one on ``value + offset``.
+        experts: kept positions along the first of three dimensions.
     """
 
     name: str
@@ -137,14 +138,16 @@ class TensorCut:
     columns: Tensor | None
     factor: float
     offset: float
+    experts: Tensor | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the cut tensor, any dtype."""
-        if tensor.ndim > 2 and self.rows is None and self.columns is None:  # of a convolution
-            matrix: Tensor = slice_gather(tensor.flatten(1), None, None, self.factor, offset=self.offset)
+        if tensor.ndim > 2 and self.rows is None and self.columns is None:  # of a convolution, or whole experts
+            matrix: Tensor = slice_gather(tensor.flatten(1), self.experts, None, self.factor, offset=self.offset)
             return cast(Tensor, matrix.unflatten(1, tensor.shape[1:]))
         if tensor.ndim == 3:
-            return torch.stack([self.of(expert) for expert in tensor])
+            kept = tensor if self.experts is None else [tensor[expert] for expert in self.experts]
+            return torch.stack([self.of(expert) for expert in kept])
         return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
 
     def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
@@ -186,10 +189,10 @@ def tensor_cut(name: str, family: Family, plan: PrunePlan, *, tied: bool) -> Ten
         if block_is_skipped(row, layer):
             return None
         name = row.pattern.replace("{i}", str(position[index]))
-    kept = kept_positions(row, layer, plan)
-    rows, columns = (None if i is None else torch.tensor(i, dtype=torch.int64) for i in (*kept[-2:], None)[:2])
+    kept = [None if i is None else torch.tensor(i, dtype=torch.int64) for i in kept_positions(row, layer, plan)]
+    rows, columns = (*kept[-2:], None)[:2]
     factor = stream_factor(row, family, plan, tied=tied) * width_factor(row, layer, plan)
-    return TensorCut(name, rows, columns, factor, family.offset(row))
+    return TensorCut(name, rows, columns, factor, family.offset(row), kept[0] if len(kept) == 3 else None)
 
 
 def _compact_state(
@@ -208,7 +211,8 @@ def _kept_buffers(model: PreTrainedModel, family: Family, plan: PrunePlan) -> It
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name, new in kept_names(buffers, family.layers_path, plan.kept_layers):
-        yield new, buffers[name].detach().clone()
+        cut = tensor_cut(name, family, plan, tied=False) if family.buffer_row(name) else None
+        yield new, cut.of(buffers[name]) if cut else buffers[name].detach().clone()
 
 
 def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:

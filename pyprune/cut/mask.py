@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, dense_family, family_for, named_axes
+from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, family_for, named_axes
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.hooks import LayerHooks
+from pyprune.probe.routers import close_experts, routers
 
 
 @torch.no_grad()
@@ -26,6 +29,7 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
     A removed layer or sub-block keeps its readers but writes nothing, so it is the identity. What a removed layer
     multiplies the stream by (Gemma 4) becomes 1. A removed
     hidden channel is zero in every tensor with a hidden axis (for Gemma's 1 + w norms, 1 + w is zero).
+    A removed expert's logit is minus infinity before its router chooses, by a hook, and so is what corrects the choice.
     Of a type without a table, a removed layer runs and its output is replaced by its input, by a hook.
     Families that slice LayerNorm through the gauge are put into it first (see :func:`gauge_`).
 
@@ -44,9 +48,28 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
         return
     for param in named_axes(model):
         masking.apply_(param)
+    for name, buffer in model.named_buffers():
+        if (row := family.buffer_row(name)) is not None:
+            index = int(row.regex.fullmatch(name)["i"])  # type: ignore[index]
+            masking.apply_(NamedParam(name, cast(nn.Parameter, buffer), row, index))
+    close_removed_experts(model, plan)
     for index in plan.removed_layers:
         for name in family.layer_scales:
             decoder_layers(model)[index].get_buffer(name).fill_(1)
+
+
+def close_removed_experts(model: PreTrainedModel, plan: PrunePlan) -> None:
+    """Let the routers of a dense model choose between the experts that a plan keeps.
+
+    Args:
+        model: dense; its weights may be elsewhere.
+        plan: the parts to keep.
+    """
+    layers = {layer.index: layer for layer in plan.layers}
+    for index, router in routers(model) if "experts" in plan.dense.axes else ():
+        experts = range(plan.dense.units("experts", index))
+        kept = layers[index].units("experts") if index in layers else ()
+        close_experts(router, [expert for expert in experts if expert not in kept] if kept else (), len(experts))
 
 
 class Masking:
@@ -78,7 +101,10 @@ class Masking:
         if param.row.role == "writer" and (removed_layer or block_is_skipped(param.row, layer)):
             param.parameter.zero_()
         else:
-            _zero_removed(param, layer, self._plan, zero=-self._family.offset(param.row))
+            # A router of a removed block still runs, and needs something to choose from.
+            chooses = param.row.counts_experts and not block_is_skipped(param.row, layer)
+            zero = -torch.inf if chooses else -self._family.offset(param.row)
+            _zero_removed(param, layer, self._plan, zero=zero)
 
 
 def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, zero: float) -> None:
@@ -118,17 +144,18 @@ def _hook_layers(model: PreTrainedModel, plan: PrunePlan) -> LayerHooks:
 def restored(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Give a copy of all weights (by parameter name), and put it back bit for bit when the block ends."""
     saved = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = dense_family(model).layer_scales
-    scales = [layer.get_buffer(name) for layer in decoder_layers(model) for name in names]
-    values = [scale.clone() for scale in scales]
+    stored = model.state_dict().keys()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in stored}
     try:
         yield saved
     finally:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(saved[name])
-            for scale, value in zip(scales, values, strict=True):
-                scale.copy_(value)
+            for name, buffer in buffers.items():
+                model.get_buffer(name).copy_(buffer)
+        for _, router in routers(model):
+            close_experts(router, (), 0)
 
 
 @torch.no_grad()

@@ -84,8 +84,8 @@ def _plan_of_open_axes(family: Family, model: PreTrainedModel) -> PrunePlan:
         )
     if "ffn" not in closed and mlp:
         plan = plan.with_layer(mlp[0], ffn=range(5, 30)).with_layer(mlp[2 % len(mlp)], ffn=range(9))
-    if dense.units("shared_ffn", 4):
-        plan = plan.with_layer(4, shared_ffn=range(5, 30))
+    for axis, kept in (("shared_ffn", range(5, 30)), ("experts", (1, 2, 4, 6))):
+        plan = plan.with_layer(4, **{axis: kept}) if dense.units(axis, 4) else plan
     if "layers" not in closed:
         plan = plan.drop_layers([next(i for i in (1, 2, 3) if [i] != attention[:1])])
     return plan if "hidden" in closed else plan.keep_hidden(range(3, dense.hidden_size - 8))

@@ -26,13 +26,15 @@ Axis = str
 """Name of what a dimension counts: one of :data:`SHARED_AXES`, or an axis that :attr:`Family.kinds` gives a block."""
 Dimension = Axis | tuple[Axis, ...]
 """The axis that a dimension of a parameter counts; if projections are fused into one matrix, several axes in a row."""
-SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner", "experts", "layers")
+SHARED_AXES: tuple[Axis, ...] = ("vocab", "positions", "hidden", "head_dim", "inner", "layers")
 """Axes that no block owns. ``inner`` is the inside of a block that is kept whole, and ``layers`` the channels that each
 layer has in a parameter outside of the layers. Of these a plan cuts hidden and layers only."""
 PER_HEAD: Mapping[Axis, Axis] = {"each_head": "heads", "each_kv_head": "kv_heads"}
 """Axis that counts heads -> the axis that counts their channels."""
 PLAN_AXES: Mapping[Axis, str] = {"heads": "query_heads"}
 """Axis of a table -> its name in plans, where they differ."""
+ROUTER: tuple[Axis, ...] = ("experts", "hidden")
+"""Axes of the matrix whose products with the stream are the logits of a router."""
 Block = str
 """Name of a block of a layer, a key of :attr:`Family.kinds`."""
 BLOCKS: tuple[Block, ...] = ("attention", "mlp")
@@ -137,6 +139,11 @@ class Row:
     def is_norm_weight(self) -> bool:
         """True for the multiplicative vector of a norm over the hidden axis."""
         return self.role in ("pre_norm", "post_norm", "final_norm") and not self.is_bias
+
+    @property
+    def counts_experts(self) -> bool:
+        """True for vectors with a number for each expert: biases of a router, corrections of its choice, scales."""
+        return "experts" in self.axes and {*self.axes} <= {"experts", "inner"}
 
     def axis_dim(self, axis: Axis) -> int | None:
         """The dimension that counts ``axis`` and nothing else, or None."""
@@ -299,7 +306,8 @@ class Family:
         begins_with_bos: the model expects its bos token before every text, and so in front of every window that it
             reads (Gemma); without it the figures are many times worse.
         intermediate_field: the config field that holds the FFN width.
-        mixture_fields: axis of the MLP of a mixture of experts -> the config field that holds its width.
+        mixture_fields: axis of the MLP of a mixture of experts -> the config field that holds its width, or counts its
+            experts.
         kind_values: (config, kinds of the kept layers) -> config values that name them, besides ``layer_lists``.
         has_head_dim_field: the stock configuration honours an explicit head_dim.
         head_fields: name of the channels of a head -> the config fields whose sum they are, "head_dim" among them,
@@ -329,7 +337,7 @@ class Family:
         needed_kinds: kind of layers -> the kind of layers that read their keys and values, and need them.
         closed: axis (or "layers") -> reason why no plan may cut it.
         layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
-        plan_obstacle: (config, plan) -> reason why a model of the type cannot lose the removed layers, or None.
+        plan_obstacle: (config, plan) -> reason why a model of the type cannot lose what a plan removes, or None.
         refused_switches: switch of the configuration -> (the value that is not supported, the reason).
         stored_buffers: checkpoints hold tensors that are no parameters, so that they are not cut from file to file.
         stored_names: parameter name -> its name in files of the stock architecture, if it differs.
@@ -531,6 +539,11 @@ class Family:
         raise UnsupportedModelError(
             f"No row of the {self.model_type!r} family table describes the parameter {name!r}. {advice}"
         )
+
+    def buffer_row(self, name: str) -> Row | None:
+        """Return the row of a buffer with a number for each expert; None for any other buffer."""
+        rows = (row for row in self.rows if row.counts_experts)
+        return next((row for row in rows if row.regex.match(name)), None)
 
     def parameter_name(self, name: str) -> str:
         """Return the name of a parameter by its name in files (:attr:`stored_names`)."""

@@ -24,7 +24,7 @@ from pyprune.families.base import (
 )
 from pyprune.families.common import LAYER, first_obstacle, output_bias_obstacle
 from pyprune.families.gemma import ROWS
-from pyprune.families.mixtures import rows_obstacle
+from pyprune.families.mixtures import experts_obstacle, rows_obstacle
 from pyprune.plan import BlockSizes, PrunePlan
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ _ENDS: dict[str, dict[Block, tuple[Axis, ...]]] = {
     "": {"attention": ("heads", "kv_heads"), "mlp": ("ffn",)},
     _SOURCE: {"self_attn": (), "mlp": ("ffn",)},
     _READER: {"self_attn": (), "mlp": ("ffn",)},
-    f"_{MIXTURE}": {"attention": ("heads", "kv_heads"), "mlp": ("ffn", "shared_ffn")},
+    f"_{MIXTURE}": {"attention": ("heads", "kv_heads"), "mlp": ("ffn", "shared_ffn", "experts")},
 }
 """End of a kind of layers -> its blocks. The MLP of a mixture is its shared expert."""
-_WIDTHS = {"ffn": "moe_intermediate_size", "shared_ffn": "intermediate_size"}
+_WIDTHS = {"ffn": "moe_intermediate_size", "shared_ffn": "intermediate_size", "experts": "num_experts"}
 _KINDS = {word + end: blocks for word in _WORDS for end, blocks in _ENDS.items()}
 
 
 def _rows() -> Iterator[Row]:
     """Yield the rows: of attention and MLP once for each kind of layers, of experts, and of embeddings for layers."""
     for row, (kind, blocks) in product(ROWS, _KINDS.items()):
-        renamed: dict[Axis, Axis] = {"ffn": blocks["mlp"][-1]}
+        renamed: dict[Axis, Axis] = {"ffn": "shared_ffn" if is_mixture(kind) else "ffn"}
         if closed := row.block == "attention" and "self_attn" in blocks:
             renamed = {"heads": "inner", "kv_heads": "inner"}
         axes = tuple(renamed.get(str(axis), axis) for axis in row.axes)
@@ -90,7 +90,7 @@ def _block_sizes(family: Family, config: PretrainedConfig, kind: str) -> Mapping
     if kind.endswith(_READER) and config.use_double_wide_mlp:
         blocks["mlp"] = BlockSizes({"ffn": 2 * own.intermediate_size})
     if is_mixture(kind):
-        blocks["mlp"] = BlockSizes({"ffn": own.moe_intermediate_size, "shared_ffn": own.intermediate_size})
+        blocks["mlp"] = BlockSizes({axis: getattr(own, name) for axis, name in _WIDTHS.items()})
     return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
 
 
@@ -152,6 +152,7 @@ def _family(model_type: str, package: str, name: str, experts: Mapping[Axis, str
         mlp_modules=("mlp", "router", "experts"),
         mixture_fields=experts,
         refuse=_variant_obstacle,
+        plan_obstacle=experts_obstacle,
     )
 
 

@@ -321,7 +321,7 @@ def _infer(model_type: str) -> Family:
     classes = (config_class, facts.model, facts.layers[facts.kinds[0]])
     if not _is_tied(config):
         refused["tie_word_embeddings"] = (True, "its class does not tie the head to the embedding")
-    mixture = _mixture(model_type, facts)
+    mixture = _mixture(config, facts)
     counts_shared = SHARED_WIDTH in mixture.get("mixture_fields", {}).values()
     obstacle = _stock_obstacle(model_type, rule, facts, counts_shared=counts_shared)
     if lists["computed_lists"]:
@@ -423,12 +423,12 @@ def _fields(model_type: str) -> frozenset[str]:
     return frozenset((*config.to_dict(), *config.attribute_map))
 
 
-def _mixture(model_type: str, facts: _Facts) -> dict[str, Any]:
+def _mixture(config: PretrainedConfig, facts: _Facts) -> dict[str, Any]:
     """Return values of fields of :class:`Family` for a type with mixtures of experts; {} for another."""
     if not facts.has_mixtures:
         return {}
     axes = {axis for row in facts.rows.values() for dimension in row.dimensions for axis in dimension}
-    return mixture_values(_fields(model_type), axes, facts.blocks())
+    return mixture_values(config.to_dict(), axes, facts.blocks())
 
 
 def _switches(model_type: str, rule: str) -> Iterator[tuple[str, Any]]:
@@ -508,6 +508,9 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
     facts = _Facts(type(model), classes, path, kinds, kind_of)
     for name, parameter in model.named_parameters():
         _add_row(facts, model, name, tuple(parameter.shape))
+    for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
+        if tuple(model.get_buffer(name).shape) == (TINY_EXPERTS,):  # what corrects the choice of a router
+            _add_row(facts, model, name, (TINY_EXPERTS,))
     facts.flags["stored_buffers"] = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
     _check_projections(facts)
     for row in [row for row in facts.rows.values() if row.role == "writer" and row.pattern.endswith(".weight")]:

@@ -2,7 +2,7 @@
 
 The experts of a layer have one width, which is the axis ``ffn`` of its MLP, as in a dense layer: plans, budgets and
 scores then need no other name for it. Unit j is channel j of every expert. The shared experts, which read every token,
-have the axis ``shared_ffn`` of the same block. No plan cuts the axis ``experts`` of rows.
+have the axis ``shared_ffn`` of the same block, and ``experts`` counts those between which the router chooses.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ ALIGNED = 4
 SHARED_WIDTH = "shared_expert_width"
 """Field of pruned configurations: channels of the shared experts, if their stock field counts experts."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+MIN_OF_GROUP = 2
+"""Experts of a group that its rank is made of."""
 DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size", "dense_intermediate_size")
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 SHARED_WIDTHS = (
@@ -90,7 +93,7 @@ def mixture_values(
     """Return the fields of :class:`Family` that describe the mixtures of a type.
 
     Args:
-        fields: of the configuration class.
+        fields: of the configuration class, without other names for them.
         axes: of the rows.
         kinds: of the layers: name -> blocks -> axes, without those of shared experts.
     """
@@ -99,6 +102,7 @@ def mixture_values(
     widths = {"ffn": experts}
     if "shared_ffn" in axes:
         widths["shared_ffn"] = next((name for name in SHARED_WIDTHS if name in fields), SHARED_WIDTH)
+    widths["experts"] = next(name for name in EXPERT_COUNTS if name in fields)
     count = next((name for name in SHARED_COUNTS if name in fields), None)
     return {
         "kinds": {kind: {**own, "mlp": tuple(widths)} if is_mixture(kind) else own for kind, own in kinds.items()},
@@ -106,6 +110,7 @@ def mixture_values(
         "intermediate_field": dense,
         "mixture_fields": widths,
         "kind_values": kind_values,
+        "plan_obstacle": experts_obstacle,
     }
 
 
@@ -170,6 +175,48 @@ def block_sizes(
         widths["shared_ffn"] = (count or 0) * widths["ffn"]
     blocks["mlp"] = BlockSizes({axis: n for axis, n in widths.items() if n})
     return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
+
+
+def chosen_experts(config: PretrainedConfig) -> int:
+    """Return how many experts the routers of a model choose for a token."""
+    return next(int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None)))
+
+
+def expert_groups(config: PretrainedConfig) -> int:
+    """Return into how many groups of equally many experts the routers of a model divide them; 1 = they do not."""
+    return int(getattr(config, "n_group", None) or 1)
+
+
+def fewest_experts(config: PretrainedConfig) -> int:
+    """Return how many experts a layer keeps at least: those that a token reads, and some of each group."""
+    groups, chosen = expert_groups(config), chosen_experts(config)
+    if groups == 1:
+        return chosen
+    # The sum of its two best experts is the rank of a group, and the experts are chosen from the best groups.
+    topk_group: int = config.topk_group
+    return groups * max(MIN_OF_GROUP, -(-chosen // topk_group))
+
+
+def experts_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    """Return why the routers of a model cannot choose between the experts that a plan leaves, or None."""
+    for layer in plan.layers:
+        dense, kept = plan.dense.units("experts", layer.index), layer.units("experts")
+        if not kept or len(kept) == dense:
+            continue
+        chosen, groups = chosen_experts(config), expert_groups(config)
+        start = f"The plan keeps {len(kept)} experts of layer {layer.index}"
+        if len(kept) < chosen:
+            return f"{start}, and each token of this model reads {chosen}. Keep {chosen} to {dense} experts there."
+        if groups == 1:
+            continue
+        numbers = [sum(expert * groups // dense == group for expert in kept) for group in range(groups)]
+        least = fewest_experts(config) // groups
+        if len({*numbers}) > 1 or numbers[0] < least:
+            return (
+                f"{start}, which are {', '.join(map(str, numbers))} of its {groups} groups. Keep equally many of each "
+                f"group, and at least {least}."
+            )
+    return None
 
 
 def rows_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:

@@ -65,7 +65,7 @@ def _row(family: Family) -> tuple[str, ...]:
     reasons = _kept_whole(family)
     reasons += [f"{axis}: {reason}" for axis, reason in (tied | untied).items()]
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
-    cells.append("kept" if family.mixture_fields else "")
+    cells.append("yes" if "experts" in family.mixture_fields else "")
     cells.append(", ".join(dict.fromkeys(target.model_type for target in family.stock_targets)))
     cells += [vllm_cell(family), "no" if isinstance(family.gguf, str) else "yes"]
     return (family.model_type, _source(family), *cells, "; ".join(reasons))

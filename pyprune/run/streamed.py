@@ -16,7 +16,7 @@ from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
 from pyprune.cut.compensate import CompensationReport, compensate_
-from pyprune.cut.mask import Masking
+from pyprune.cut.mask import Masking, close_removed_experts
 from pyprune.data.sampling import TokenSamples
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import get_method
@@ -88,7 +88,9 @@ class StreamedStages(Stages):
     @contextmanager
     def _masked(self) -> Iterator[PreTrainedModel]:
         with self.files.transform_reads(Masking(self.files.family, self.files.config, self.result.plan).apply_):
-            yield self._layers().whole()
+            whole = self._layers().whole()
+            close_removed_experts(whole, self.result.plan)
+            yield whole
 
     @override
     def _cut_model(self) -> PreTrainedModel:

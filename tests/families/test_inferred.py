@@ -104,7 +104,7 @@ def plan_of(model: PreTrainedModel, axis: str) -> PrunePlan:
         pytest.skip(reason)
     plans = axis_plans(family_for(model).plan(model.config))
     if axis not in plans:
-        pytest.skip("this configuration has one query head per KV head")
+        pytest.skip("this configuration has one query head per KV head, or no experts")
     return plans[axis]
 
 
@@ -151,7 +151,7 @@ def test_everything_at_once(model_type: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", [*AXES, "experts"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("model_type", [*INFERRED, *WITHOUT_EXPERTS])
 def test_every_axis(model_type: str, tied: bool, axis: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cut.compact import compact_
+from pyprune.cut.mask import masked
 from pyprune.cut.target import choose_target
 from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import family_for
@@ -22,6 +24,7 @@ from pyprune.families.mixtures import kind_values, mlp_kinds
 from pyprune.plan import DECODER
 from pyprune.probe.activations import gather_moments
 from pyprune.probe.experts import ExpertNorms
+from pyprune.probe.routers import close_experts
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
 from tests._support.compare import assert_same_logits
@@ -29,7 +32,9 @@ from tests._support.inferred import tiny_inferred
 from tests._support.models import tiny_batch
 from tests._support.text import write_model, write_text
 from tests.families.test_contract import logits
+from tests.families.test_inferred import check, plan_of
 
+GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 2, "topk_group": 1}
 DATA = {"data.samples": 4, "data.sequence_length": 16}
 
 
@@ -176,6 +181,79 @@ def test_files_of_a_stock_architecture_have_the_form_of_the_hub(tmp_path: Path) 
     shapes = tensors(tmp_path)
     assert shapes["model.layers.0.mlp.experts.6.down_proj.weight"] == (64, 32)
     assert not any("gate_up_proj" in name for name in shapes)
+
+
+EXPERTS = {
+    "normalised": ("qwen3_moe", {"norm_topk_prob": True}),
+    "not normalised": ("qwen3_moe", {"norm_topk_prob": False}),
+    "softmax of those chosen, with biases": ("gpt_oss", {}),
+    "sigmoid with a correction": ("deepseek_v3", {}),
+    "groups": ("glm4_moe", GROUPS),
+}
+"""What a router makes of its logits -> (type, values of its configuration)."""
+
+
+@pytest.mark.parametrize("axis", ["experts", "unequal"])
+@pytest.mark.parametrize("router", EXPERTS)
+def test_removed_experts_are_never_chosen(router: str, axis: str, tmp_path: Path) -> None:
+    model_type, values = EXPERTS[router]
+    model = tiny_inferred(model_type, **values)
+    if router == "groups":
+        plan = family_for(model).plan(model.config)
+        for layer in (2, 3, 4) if axis == "experts" else (3,):
+            plan = plan.with_layer(layer, experts=[0, 3, 5, 6])
+    else:
+        plan = plan_of(model, axis)
+    before = logits(model, tiny_batch())
+    with masked(model, plan):
+        assert not torch.allclose(logits(model, tiny_batch()), before, atol=1e-3)
+    assert torch.equal(logits(model, tiny_batch()), before)  # also the buffers are back, and the routers open
+    check(model, plan, tmp_path)
+    assert model.config.model_type == (model_type if axis == "experts" else f"pruned_{model_type}")
+
+
+def test_a_stock_configuration_counts_the_experts_that_are_kept(tmp_path: Path) -> None:
+    for model_type, name in (("ernie4_5_moe", "moe_num_experts"), ("solar_open", "n_routed_experts")):
+        model = tiny_inferred(model_type)
+        compact_(model, plan_of(model, "experts"))
+        model.save_pretrained(tmp_path / model_type)
+        assert json.loads((tmp_path / model_type / "config.json").read_text())[name] == 4
+    model = tiny_inferred("mixtral")
+    compact_(model, plan_of(model, "unequal"))
+    counts = [config.num_local_experts for config in model.config.per_layer_config]
+    assert counts == [2, 6, 3, 7, 7]
+    assert [len(layer.mlp.experts.down_proj) for layer in model.model.layers] == counts
+
+
+def test_as_many_experts_stay_as_a_token_reads() -> None:
+    model = tiny_inferred("mixtral")
+    plan = family_for(model).plan(model.config).with_layer(1, experts=[3])
+    with pytest.raises(PlanError, match=r"keeps 1 experts of layer 1, and each token .* reads 2. Keep 2 to 7 experts"):
+        compact_(model, plan)
+    assert compact_(model, plan.with_layer(1, experts=[3, 4])).reasons
+
+
+@pytest.mark.parametrize(("experts", "numbers"), [([0, 1, 2, 4], "3, 1"), ([0, 4], "1, 1"), ([4, 5, 6], "0, 3")])
+def test_groups_of_experts_stay_alike(experts: list[int], numbers: str) -> None:
+    model = tiny_inferred("glm4_moe", **GROUPS)
+    plan = family_for(model).plan(model.config).with_layer(3, experts=experts)
+    with pytest.raises(PlanError, match=f"which are {numbers} of its 2 groups. Keep equally many .* and at least 2"):
+        compact_(model, plan)
+
+
+def test_a_router_without_a_product_is_not_passed_over() -> None:
+    norm = torch.nn.LayerNorm(7)
+    close_experts(norm, [2], 7)
+    with pytest.raises(UnsupportedModelError, match="LayerNorm multiplies its input with no matrix of 7 experts"):
+        norm(torch.ones(3, 7))
+    close_experts(norm, [], 7)
+    norm(torch.ones(3, 7))
+    linear = torch.nn.Linear(4, 7)
+    close_experts(linear, [2], 7)
+    assert linear(torch.ones(3, 4)).isinf().sum(0).tolist() == [0, 0, 3, 0, 0, 0, 0]
+    with pytest.raises(RuntimeError):
+        linear(torch.ones(3, 5))
+    assert torch.nn.functional.linear(torch.ones(3, 4), linear.weight).isfinite().all()  # closed only inside the router
 
 
 def prune(model: PreTrainedModel, tmp_path: Path, *, preset: str, **options: object) -> tuple[str, ...]:
