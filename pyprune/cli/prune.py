@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 REMOVES = {
     "layers": "remove layers",
     "hidden": "remove hidden channels",
+    "experts": "remove experts of mixtures",
     "parameters": "remove the heads and FFN channels of the smallest score",
 }
 """Unit of a method's ratio -> what the method does, in the help of --method."""
@@ -88,7 +89,7 @@ def prune(
         model (MODEL): Checkpoint folder or hub id (owner/name).
         out (DIR): Folder to create for the pruned checkpoint. Required unless --dry-run.
         ratio: Share to remove, between 0 and 1; the count is rounded down. Default: 0.25.
-        ratio_of (UNIT): Unit of --ratio: layers, hidden or parameters. Default: the method's own.
+        ratio_of (UNIT): Unit of --ratio: layers, hidden, experts or parameters. Default: the method's own.
         recovery (NAME): Training after the cut: alpaca-lora (LoRA on Alpaca's instructions) or alpaca-lora-distill
             (with the dense model as teacher). Default: the preset's own.
         uniform: Give every layer the same widths, so that a stock architecture fits (scoring methods; all layers may be

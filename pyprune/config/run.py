@@ -16,7 +16,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.config.train import HALF_DTYPES, LARGEST_BATCH, RecoverConfig, TrainConfig
 from pyprune.errors import ConfigError, shown
 
-RatioOf = Literal["layers", "hidden", "parameters"]
+RatioOf = Literal["layers", "hidden", "experts", "parameters"]
 StageAction = Literal["regularise", "recover", "finetune"]
 TrainingAction = Literal["decide", StageAction]
 """A stage that trains, or the method's decision."""
@@ -171,7 +171,7 @@ class PruneConfig(Config):
     Attributes:
         method: name of a method (``pyprune prune --help`` lists them), or none (the plan decides what is removed).
         ratio: share to remove, in (0, 1), of the unit in ratio_of; counts are floor(ratio * n).
-        ratio_of: layers, hidden or parameters; None = the method's own axis.
+        ratio_of: layers, hidden, experts or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size (rounding is reported).
         plan: path of a saved plan (or of a checkpoint that holds one) to replay instead of deciding one.
         target: auto (a stock architecture when one fits, else the pruned one) or stock (refuse otherwise).

@@ -34,7 +34,7 @@ class PlanRequest:
         method: name of the method, for messages.
         options: the method's own options; None = its defaults (:func:`own_options` reads them).
         ratio: share to remove, in (0, 1).
-        ratio_of: the unit of the ratio: layers, hidden or parameters; None = the method's own axis.
+        ratio_of: the unit of the ratio: layers, hidden, experts or parameters; None = the method's own axis.
         hidden_multiple: legal multiple of a sliced hidden size, channels.
         score: the options that all scoring methods share.
         reconstruct: how the cut compensates the kept weights: none, bias or least_squares; none if nothing is cut.
@@ -233,7 +233,7 @@ class Method:
     """
 
     name: str
-    axis: Literal["hidden", "layers", "structures"]
+    axis: Literal["hidden", "layers", "structures", "experts"]
     summary: str
     decide: Decide
     regularise: Regularise | None = None
@@ -255,7 +255,8 @@ class Method:
 
     def unread_options(self, config: PruneConfig) -> dict[str, str]:
         """Return the shared options that this method does not read in a run: dotted name -> reason."""
-        reasons = {"hidden_multiple": "removes none of the hidden size"} if self.axis == "layers" else {}
+        keeps = self.axis in ("layers", "experts")
+        reasons = {"hidden_multiple": "removes none of the hidden size"} if keeps else {}
         if not self._reads_seed_in(config):
             other = f"{self.name}.seed is its own" if hasattr(self.options(), "seed") else "data.seed draws the text"
             reasons["seed"] = f"draws nothing by it ({other})"

@@ -1,4 +1,4 @@
-"""Methods, found by looking: one file or folder a method under regularise/, score/, layers/ and hidden/.
+"""Methods, found by looking: one file or folder a method under regularise/, score/, layers/, hidden/ and experts/.
 
 It defines ``METHOD``, with the file's ``name``, the functions of the method, its options and its presets. Nothing is
 registered by import, and no list is kept by hand; two files of one name are an error. Declaring a method imports no
@@ -28,7 +28,7 @@ from pyprune.config.score import ScoreConfig
 from pyprune.errors import ConfigError, did_you_mean, shown
 from pyprune.methods.base import Method, own_options
 
-_PACKAGES = tuple(f"pyprune.methods.{room}" for room in ("regularise", "score", "layers", "hidden"))
+_PACKAGES = tuple(f"pyprune.methods.{room}" for room in ("regularise", "score", "layers", "hidden", "experts"))
 FORMS = ("-plain", "-trained", "-paper")
 """Ends of the names of the forms that methods have in addition to NAME."""
 GROUP = "pyprune.methods"

@@ -6,7 +6,12 @@ from pyprune.methods.base import Method
 from pyprune.methods.registry import get_method, method_modules, own_methods, presets_of
 from pyprune.runtime.report import Table
 
-REMOVES = {"layers": "layers", "hidden": "hidden channels", "structures": "heads, FFN or hidden channels"}
+REMOVES = {
+    "layers": "layers",
+    "hidden": "hidden channels",
+    "structures": "heads, FFN or hidden channels",
+    "experts": "experts",
+}
 """Axis of a method -> name of the removed parts."""
 
 

@@ -1,13 +1,75 @@
-"""Statistics of the inputs of experts, whose matrices are in one module and see only the tokens routed to them."""
+"""Statistics of experts, whose matrices are in one module and see only the tokens routed to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
+from pyprune.families import named_axes
+
+
+def expert_modules(model: PreTrainedModel) -> dict[int, str]:
+    """Return layer -> name of the module that holds the matrices of its experts, of a model that is dense or cut."""
+    experts = (
+        p for p in named_axes(model) if p.row.role == "writer" and "experts" in p.row.axes and p.layer is not None
+    )
+    return {p.layer: p.name.rpartition(".")[0] for p in experts if p.layer is not None}
+
+
+def _routed(module: Any, args: tuple[Tensor, ...], reader: str) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each expert that a call uses, its tokens (bool [tokens]) and their inputs [tokens of it, hidden].
+
+    Args:
+        module: of the experts.
+        args: of the call: hidden states [tokens, hidden], experts of each token [tokens, k], their weights.
+        reader: what reads it, for messages.
+
+    Raises:
+        UnsupportedModelError: the module is called in another way.
+    """
+    if len(args) < 2 or not hasattr(module, "_apply_gate"):
+        raise UnsupportedModelError(
+            f"The experts of {type(module).__name__} show no tokens that each of them reads, so that {reader}"
+        )
+    x, chosen = args[0].flatten(0, -2), args[1]
+    for expert in chosen.unique().tolist():
+        tokens = (chosen == expert).any(-1)
+        yield expert, tokens, x[tokens]
+
+
+class ExpertSums:
+    """Sums over the tokens that are routed to each expert of a layer; called as a hook in front of their module.
+
+    Attributes:
+        tokens: float64 [experts], tokens routed to each of them.
+        norms: float64 [experts], sums of the l2 norms of its outputs.
+        weighted: float64 [experts], the same of these norms times the weights by which the model multiplies them.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.norms = self.weighted = torch.zeros(0, dtype=torch.float64)
+
+    @torch.no_grad()
+    def __call__(self, module: Any, args: tuple[Tensor, ...]) -> None:
+        """Add the tokens of a call with (hidden states [tokens, hidden], experts [tokens, k], weights [tokens, k]).
+
+        Raises:
+            UnsupportedModelError: the module is called in another way.
+        """
+        if not len(self.tokens):
+            zeros = torch.zeros(3, len(module.down_proj), dtype=torch.float64, device=args[0].device)
+            self.tokens, self.norms, self.weighted = zeros
+        for expert, tokens, x in _routed(module, args, "experts cannot be scored. Use --method expert_random."):
+            norms = _output(module, expert, x).double().norm(dim=-1)
+            weights = (args[2] * (args[1] == expert))[tokens].sum(-1).double()
+            self.tokens[expert] += len(x)
+            self.norms[expert] += norms.sum()
+            self.weighted[expert] += (norms * weights).sum()
 
 
 class ExpertNorms:
@@ -28,21 +90,15 @@ class ExpertNorms:
         Raises:
             UnsupportedModelError: the module is called in another way.
         """
-        if len(args) < 2 or not hasattr(module, "_apply_gate"):
-            raise UnsupportedModelError(
-                f"The experts of {type(module).__name__} show no tokens that each of them reads, so that wanda cannot "
-                "score their channels. Use score.axes=[heads], or the method magnitude."
-            )
-        x, chosen = args[0].flatten(0, -2), args[1]
-        if not len(self.tokens):
-            width = module.down_proj.shape[1 if module.is_transposed else 2]
-            zeros = torch.zeros(len(module.down_proj), 1 + x.shape[1] + width, dtype=torch.float64, device=x.device)
-            self.tokens, self.hidden, self.inner = zeros[:, 0], zeros[:, 1 : 1 + x.shape[1]], zeros[:, 1 + x.shape[1] :]
-        for expert in chosen.unique().tolist():
-            routed = x[(chosen == expert).any(-1)]
-            self.tokens[expert] += len(routed)
-            self.hidden[expert] += routed.double().square().sum(0)
-            self.inner[expert] += _inner(module, expert, routed).double().square().sum(0)
+        cannot = "wanda cannot score their channels. Use score.axes=[heads], or the method magnitude."
+        for expert, _, x in _routed(module, args, cannot):
+            if not len(self.tokens):
+                hidden, width = 1 + x.shape[1], module.down_proj.shape[1 if module.is_transposed else 2]
+                zeros = torch.zeros(len(module.down_proj), hidden + width, dtype=torch.float64, device=x.device)
+                self.tokens, self.hidden, self.inner = zeros[:, 0], zeros[:, 1:hidden], zeros[:, hidden:]
+            self.tokens[expert] += len(x)
+            self.hidden[expert] += x.double().square().sum(0)
+            self.inner[expert] += _inner(module, expert, x).double().square().sum(0)
 
     @property
     def bytes(self) -> int:
@@ -68,3 +124,9 @@ def _inner(module: Any, expert: int, x: Tensor) -> Tensor:
     bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias)[expert] if module.has_bias else None
     out = nn.functional.linear(x, weight.T if module.is_transposed else weight, bias)
     return module._apply_gate(out) if module.has_gate else module.act_fn(out)  # type: ignore[no-any-return]
+
+
+def _output(module: Any, expert: int, x: Tensor) -> Tensor:
+    """Return the output of one expert, [tokens, hidden], without the weight of the router."""
+    weight, bias = module.down_proj[expert], module.down_proj_bias[expert] if module.has_bias else None
+    return nn.functional.linear(_inner(module, expert, x), weight.T if module.is_transposed else weight, bias)

@@ -49,7 +49,7 @@ def test_every_option_is_explained(command: str) -> None:
 @pytest.mark.parametrize(
     ("command", "phrases"),
     [
-        ("prune", ["layers, hidden or parameters", "Default: 0.25", "between 0 and 1", "Replace --out", "--resume"]),
+        ("prune", ["hidden, experts or parameters", "Default: 0.25", "between 0 and 1", "Replace --out", "--resume"]),
         ("recover", ["that PRUNED was cut from", "Default: the preset's", "Any option by its dotted name", "--resume"]),
         ("eval", ["ppl-2048", "ppl-128", "lm-eval tasks"]),
         ("robustness", ["Default: 10", "ppl-128 or ppl-2048", "default: taylor,smoothgrad,moreau", "is continued"]),

@@ -1,0 +1,194 @@
+"""Methods that remove experts: their scores, how many go, what the report says, and whole runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.record import read_pruning_json
+from pyprune.errors import ConfigError, DataError, UnsupportedModelError
+from pyprune.methods.base import PlanDecision, PlanRequest
+from pyprune.methods.experts import ExpertOptions, reap
+from pyprune.methods.registry import get_method, preset
+from pyprune.probe.experts import ExpertSums
+from pyprune.run.prune import prune_checkpoint
+from pyprune.run.recipe import build_config
+from tests._support.inferred import tiny_inferred
+from tests._support.models import tiny_batch, tiny_model
+from tests._support.text import write_model, write_text
+from tests.families.test_contract import logits
+
+SAMPLES = tiny_batch(batch=4, length=16)
+GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 2, "topk_group": 1}
+METHODS = ("reap", "expert_frequency", "expert_norm", "expert_random")
+
+
+def decide(
+    method: str, model: PreTrainedModel, *, ratio: float = 0.3, ratio_of: Any = "experts", **options: Any
+) -> PlanDecision:
+    config = replace(preset(f"{method}-plain"), ratio=ratio, ratio_of=ratio_of)
+    config = replace(config, options=replace(config.options, **options))
+    return get_method(method).decide(model, SAMPLES, PlanRequest.of(model, config))
+
+
+def scores(decision: PlanDecision) -> dict[str, list[float]]:
+    return decision.details["experts"]["scores"]
+
+
+def test_reap_of_a_case_that_is_computed_by_hand() -> None:
+    """Gate and up give x, relu and the product x^2 for x > 0; the two experts write 2 x^2 and -x^2."""
+    values = {"hidden_size": 1, "moe_intermediate_size": 1, "num_experts": 2, "num_local_experts": 2}
+    experts = Qwen3MoeExperts(AutoConfig.for_model("qwen3_moe", hidden_act="relu", **values))
+    with torch.no_grad():
+        experts.gate_up_proj.fill_(1)
+        experts.down_proj.copy_(torch.tensor([2.0, -1.0]).view(2, 1, 1))
+    x = torch.tensor([[1.0], [2.0], [3.0]])
+    chosen, weights = torch.tensor([[0], [1], [1]]), torch.tensor([[0.5], [0.25], [1.0]])
+    sums = ExpertSums()
+    sums(experts, (x, chosen, weights))
+    assert sums.tokens.tolist() == [1, 2]
+    assert sums.norms.tolist() == [2, 4 + 9]
+    assert sums.weighted.tolist() == [0.5 * 2, 0.25 * 4 + 1.0 * 9]
+    assert reap.score(sums).tolist() == [1, 5]
+
+
+@torch.no_grad()
+def test_scores_are_the_papers_formulas_in_float64() -> None:
+    """Token by token, from the router's own choice and weights, without the library's code."""
+    model = tiny_inferred("qwen3_moe")
+    found = {method: scores(decide(method, model)) for method in METHODS[:3]}
+    layer = model.model.layers[2].mlp
+    inputs: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
+    logits(model, SAMPLES)
+    handle.remove()
+    norms: dict[int, list[float]] = {expert: [] for expert in range(7)}
+    weighted: dict[int, list[float]] = {expert: [] for expert in range(7)}
+    layer.double()
+    for x in torch.cat(inputs).double():
+        probabilities = torch.softmax(layer.gate.weight @ x, 0)
+        for expert in probabilities.topk(2).indices.tolist():  # norm_topk_prob is off
+            gate, up = (layer.experts.gate_up_proj[expert] @ x).chunk(2)
+            out = layer.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
+            norms[expert].append(float(out.norm()))
+            weighted[expert].append(float(probabilities[expert] * out.norm()))
+    assert sum(map(len, norms.values())) == 2 * SAMPLES.numel()
+    expected = {
+        "reap": [sum(values) / max(1, len(values)) for values in weighted.values()],
+        "expert_frequency": [len(values) for values in norms.values()],
+        "expert_norm": [sum(values) for values in norms.values()],
+    }
+    for method, values in expected.items():
+        assert found[method]["2"] == pytest.approx(values, rel=1e-5), method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_layer_loses_the_experts_of_the_smallest_scores(method: str) -> None:
+    model = tiny_inferred("qwen3_moe")
+    decision = decide(method, model, ratio=0.45)
+    assert {layer: len(layer_scores) for layer, layer_scores in scores(decision).items()} == dict.fromkeys("0234", 7)
+    for layer, values in scores(decision).items():
+        kept = decision.plan.layers[int(layer)].units("experts")
+        order = sorted(range(7), key=values.__getitem__)
+        assert sorted(kept) == sorted(order[3:])
+        assert decision.details["experts"]["removed"][layer] == order[:3]
+    assert any("3 of 7 experts of each of 4 layers" in note for note in decision.notes)
+
+
+def test_the_report_counts_the_tokens_that_experts_saw() -> None:
+    decision = decide("reap", tiny_inferred("mixtral"))
+    tokens = decision.details["experts"]["tokens"]
+    assert [sum(counts) for counts in tokens.values()] == [2 * SAMPLES.numel()] * 5
+    assert any(note.startswith("An expert saw ") for note in decision.notes)
+    assert any("of 35 experts saw fewer than 64 tokens of the calibration text" in text for text in decision.warnings)
+    assert not decide("expert_random", tiny_inferred("mixtral")).warnings
+
+
+def test_a_number_of_experts_that_stay_wins_over_the_ratio() -> None:
+    model = tiny_inferred("mixtral")
+    assert {len(layer.units("experts")) for layer in decide("reap", model, keep=4).plan.layers} == {4}
+    with pytest.raises(ConfigError, match=r"reap.keep is 7, and a layer has 7 experts; give 2 to 6"):
+        decide("reap", model, keep=7)
+
+
+def test_a_global_order_takes_from_some_layers_more_than_from_others() -> None:
+    model = tiny_inferred("mixtral")
+    with torch.no_grad():
+        model.model.layers[3].mlp.experts.down_proj[1:6].mul_(1e-3)
+    plan = decide("reap", model, ratio=0.3, ranking="global").plan
+    kept = [len(layer.units("experts")) for layer in plan.layers]
+    assert sum(kept) == 5 * 5
+    assert kept[3] == 2  # as many as a token reads
+    assert not plan.is_uniform
+
+
+def test_groups_of_experts_lose_as_many() -> None:
+    model = tiny_inferred("glm4_moe", **GROUPS)
+    for ranking in ("local", "global"):
+        decision = decide("expert_norm", model, ratio=0.4, ranking=ranking)
+        for layer in decision.plan.layers[2:]:
+            kept = layer.units("experts")
+            assert sum(expert < 4 for expert in kept) == len(kept) / 2
+    assert any("2 experts of a layer are removed instead of 3" in note for note in decision.notes)
+    with pytest.raises(ConfigError, match=r"1 of 8 experts of layer 2 .* 2 groups. Use a ratio of at least 0.25"):
+        decide("expert_norm", model, ratio=0.2)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "ratio_of", "match"),
+    [
+        (
+            0.8,
+            "experts",
+            "would keep 2 of 7 experts of layer 0, and the router .* needs 3. .* at most 0.5714",
+        ),
+        (0.1, "experts", "removes nothing"),
+        (0.3, "parameters", r"ratio_of is 'parameters', but reap removes experts; .* stays \(reap.keep\)"),
+    ],
+)
+def test_goals_that_cannot_be_reached_are_refused(ratio: float, ratio_of: str, match: str) -> None:
+    model = tiny_inferred("mixtral", num_experts_per_tok=3)
+    with pytest.raises(ConfigError, match=match):
+        decide("reap", model, ratio=ratio, ratio_of=ratio_of)
+
+
+def test_models_without_experts_and_runs_without_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match="reap removes experts, of which this 'llama' model has none"):
+        decide("reap", tiny_model("llama"))
+    model = tiny_inferred("mixtral")
+    request = PlanRequest.of(model, preset("reap-plain"))
+    with pytest.raises(DataError, match="reap scores experts on calibration text"):
+        get_method("reap").decide(model, SAMPLES[:0], request)
+
+
+def test_experts_that_read_all_tokens_are_chosen_at_random_alone() -> None:
+    model = tiny_inferred("llama4_text")
+    with pytest.raises(UnsupportedModelError, match="experts cannot be scored"):
+        decide("reap", model)
+    plans = [decide("expert_random", model, seed=seed).plan for seed in (0, 0, 1)]
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_the_number_that_stays_is_an_option() -> None:
+    assert build_config(preset="reap", settings=["reap.keep=4"]).options == ExpertOptions(keep=4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_writes_a_stock_model_with_fewer_experts(method: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("qwen3_moe"), tmp_path / "dense")
+    data = {"data.source": str(write_text(tmp_path / "text.txt")), "data.samples": 4, "data.sequence_length": 16}
+    config = build_config(preset=f"{method}-plain", options={"ratio": 0.45, **data, "verify": True})
+    result = prune_checkpoint(folder, config, out=tmp_path / "out")
+    assert result.verified is not None
+    assert result.verified["masked_perplexity"] == pytest.approx(result.verified["compacted_perplexity"], rel=1e-5)
+    model, _ = load_model(tmp_path / "out")
+    assert (model.config.model_type, model.config.num_experts) == ("qwen3_moe", 4)
+    assert torch.isfinite(logits(model, tiny_batch())).all()
+    assert read_pruning_json(tmp_path / "out").plan == result.plan
