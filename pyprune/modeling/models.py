@@ -93,7 +93,7 @@ class PrunedModelMixin:
         family: Family = config.family
         model = cast(Any, self)
         _set_config(model, config)
-        for part in model.modules() if stub.is_heterogeneous else ():
+        for part in model.modules() if config.is_heterogeneous else ():
             if hasattr(part, "rope_init_fns"):
                 part.config = stub  # reads values of kinds of layers, not of each layer
         layers, kinds = family.layers(model), family.layer_kinds(config)

@@ -139,6 +139,13 @@ def test_kinds_of_layers_keep_their_kv_heads_in_a_stock_model() -> None:
     assert [config.head_dim for config in model.config.per_layer_config] == [16, 20, 16, 20, 20]
 
 
+def test_unequal_heads_of_one_kind_load_where_heads_of_all_kinds_are_as_wide(tmp_path: Path) -> None:
+    model = random_model("gemma4_text", **tiny_sizes("gemma4_text") | {"vocab_size": VOCAB, "global_head_dim": 16})
+    plan = identity(model)
+    index = plan.dense.layers.index(FULL)
+    check(model, plan.with_layer(index, query_heads=[0, 1, 2], kv_heads=[0]), tmp_path, ROUNDING)
+
+
 def test_a_layer_whose_keys_others_read_is_kept_with_them() -> None:
     model = small()
     with pytest.raises(PlanError, match="removes layer 4, whose keys and values kept layers of the kind sliding_att"):
