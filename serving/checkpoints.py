@@ -370,7 +370,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     from pyprune.checkpoint.plausible import read_config
 
     whole = read_config(folder)
-    text = whole.get("text_config") or {}
+    text = whole.get("pruned_config") or whole.get("text_config") or {}
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
     if "vocab_size" not in config and not (text and isinstance(text, dict)):  # Gemma 3 leaves it to its default

@@ -320,7 +320,8 @@ class ModelSource:
             auto: Any = AutoModelForCausalLM
             if gguf_file is None and has_tower(PretrainedConfig.get_config_dict(source, **options)[0]):
                 auto = AutoModelForMultimodalLM
-            pass_config = gguf_file is not None or isinstance(config, PrunedConfigMixin)
+            by_type = auto is AutoModelForCausalLM and isinstance(config, PrunedConfigMixin)
+            pass_config = gguf_file is not None or by_type
             loaded: Any = auto.from_pretrained(
                 source,
                 dtype=DTYPES[dtype],

@@ -17,7 +17,7 @@ from pyprune.families import parameter_shapes
 from pyprune.families.base import cut_axes
 from pyprune.families.infer import plain_values
 from pyprune.modeling.shapes import uninitialised_model
-from pyprune.plan import PrunePlan
+from pyprune.plan import HEAD_DIM, PrunePlan
 
 TWINS = {
     "qwen2_vl_text": "qwen2",
@@ -26,23 +26,27 @@ TWINS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Type of a tower that is no causal LM -> the type that computes the same from text, whose positions are one number."""
+WIDE_INSIDE = ("internvl", "llava", "mistral3")
+"""Types whose class makes the projector as wide inside as the stream: two matrices, :data:`FIRST` and :data:`LAST`."""
+FIRST, LAST = "multi_modal_projector.linear_1.", "multi_modal_projector.linear_2."
+"""Parts of the names of these matrices."""
 WIDTHS: dict[str, tuple[str, ...]] = {
-    "gemma3": (),
-    "gemma4": (),
-    "idefics3": (),
+    **dict.fromkeys(("gemma3", "gemma4", "idefics3", "smolvlm", *WIDE_INSIDE), ()),
     "paligemma": ("projection_dim", "vision_config.projection_dim"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), ("vision_config.out_hidden_size",)),
-    "smolvlm": (),
+    "qwen2_vl": ("vision_config.hidden_size",),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), ("vision_config.out_hidden_size",)),
 }
-"""Type whose projector writes the stream with its last matrix alone, which is cut with it -> the fields of its
-configuration, besides the tower's, that hold its width."""
+"""Type whose projector writes the stream with its last matrix, which is cut with it -> the fields of its configuration,
+besides the tower's, that hold its width."""
 ERROR = 2e-2
 """Largest relative difference of logits that rounding explains, also in bfloat16."""
+PREFIX, PRUNED = "pruned_", "pruned_config"
+"""Start of the types of pruned architectures, and the field of a multimodal one that describes its tower."""
 
 
 def has_tower(values: Mapping[str, Any]) -> bool:
     """Check whether a config.json (plain data) describes a multimodal model with a text tower."""
-    kind = str(values.get("model_type"))  # a damaged one may be a list
+    kind = str(values.get("model_type")).removeprefix(PREFIX)  # a damaged one may be a list
     return isinstance(values.get("text_config"), Mapping) and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
@@ -50,6 +54,8 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json (plain data) that describes the causal LM: all of it, or that of its tower."""
     if not has_tower(values):
         return values
+    if isinstance(pruned := values.get(PRUNED), Mapping):
+        return pruned
     text = values["text_config"]
     kind = text.get("model_type")
     return {**text, "model_type": TWINS.get(str(kind), kind)}
@@ -61,6 +67,8 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     Args:
         config: it is not changed.
     """
+    if pruned := getattr(config, PRUNED, None):
+        return cast(PretrainedConfig, copy.deepcopy(pruned))
     text = copy.deepcopy(config.text_config)
     if twin := TWINS.get(text.model_type):
         values = plain_values(text)
@@ -80,12 +88,21 @@ def closed_axes(values: Mapping[str, Any]) -> dict[str, str]:
     """
     if not has_tower(values):
         return {}
-    name, closed = values["model_type"], dict[str, str]()
-    if name not in WIDTHS:
-        closed["hidden"] = f"pyprune knows no cut of the projector of {name!r} models, which writes its channels"
-    if TWINS.get(str(values["text_config"].get("model_type"))) == "qwen2":
-        closed["heads"] = f"the class of {name!r} models derives the width of a head from the number of heads"
-    return closed
+    name = values["model_type"]
+    if name in WIDTHS:
+        return {}
+    return {"hidden": f"pyprune knows no cut of the projector of {name!r} models, which writes its channels"}
+
+
+def is_pruned(config: PretrainedConfig) -> bool:
+    """Check whether a configuration is of a pruned architecture."""
+    return str(config.model_type).startswith(PREFIX)
+
+
+def count_first_layers(config: PretrainedConfig) -> int:
+    """Return after how many layers of a tower features of images are added, by the configuration of the whole model."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def tower_of(model: PreTrainedModel) -> Tower | None:
@@ -161,13 +178,51 @@ class Tower:
             hidden: the kept channels, ascending.
             factor: of the cut on the stream.
         """
-        shapes = {name: tensor.shape for name, tensor in self._around(config, torch.float32).state_dict().items()}
-        rest, kept = dict(self.rest), torch.tensor(hidden)
-        for name, tensor in self.rest.items():
-            for dim, size in enumerate(shapes[name]):
-                if size != tensor.shape[dim]:
-                    rest[name] = tensor.index_select(dim, kept.to(tensor.device)) * factor
+        rest = dict(self.rest)
+        for name, positions in self.kept_positions(config, hidden).items():
+            for dim, kept in positions.items():
+                rest[name] = rest[name].index_select(dim, kept.to(rest[name].device))
+            if FIRST not in name:  # the inside of a projector is no part of the stream
+                rest[name] = rest[name] * factor
         return replace(self, rest=rest)
+
+    def kept_positions(self, config: PretrainedConfig, hidden: Sequence[int]) -> dict[str, dict[int, Tensor]]:
+        """Return the tensors around the tower that a cut of the stream makes smaller: name -> dimension -> positions.
+
+        Inside a projector that is as wide as the stream, the channels with the smallest weights are removed.
+
+        Args:
+            config: of the cut tower.
+            hidden: the kept channels, ascending.
+        """
+        shapes = self._shapes(config)
+        stream, inner = torch.tensor(hidden), self._inner_channels(hidden)
+        kept: dict[str, dict[int, Tensor]] = {}
+        for name, tensor in self.rest.items():
+            for dim in (dim for dim, size in enumerate(shapes[name]) if size != tensor.shape[dim]):
+                inside = inner is not None and (FIRST in name or (LAST in name and dim == 1))
+                kept.setdefault(name, {})[dim] = cast(Tensor, inner) if inside else stream
+        return kept
+
+    def notes(self, plan: PrunePlan) -> list[str]:
+        """Return a sentence if a plan also removes channels inside the projector."""
+        count = len(plan.removed_hidden)
+        if not count or not any(FIRST in name for name in self.rest):
+            return []
+        return [
+            f"The projector of images is as wide inside as the stream: its {count} inner channels with the smallest "
+            "weights are removed too."
+        ]
+
+    def _inner_channels(self, hidden: Sequence[int]) -> Tensor | None:
+        """Return the channels to keep inside a projector that is as wide as the stream; None for any other."""
+        weights = {name: tensor for name, tensor in self.rest.items() if name.endswith(".weight")}
+        first = next((weight for name, weight in weights.items() if FIRST in name), None)
+        if first is None:
+            return None
+        last = next(weight for name, weight in weights.items() if LAST in name)
+        strength = first.float().norm(dim=1) * last[torch.tensor(hidden)].float().norm(dim=0)
+        return cast(Tensor, strength.cpu().argsort(descending=True, stable=True)[: len(hidden)].sort().values)
 
     def whole(self, text: PreTrainedModel) -> PreTrainedModel:
         """Make the multimodal model around a tower, dense or cut; it shares the tower's parameters."""
@@ -176,34 +231,54 @@ class Tower:
         model.load_state_dict(state, assign=True)
         model.tie_weights()
         model.generation_config = copy.deepcopy(text.generation_config or GenerationConfig())
-        if self.conversions is not None:
+        if self.conversions is not None and not is_pruned(text.config):
             model._weight_conversions = self.conversions
         return model.eval()  # type: ignore[no-any-return]
 
-    def obstacle(self, config: PretrainedConfig, plan: PrunePlan) -> str | None:
+    def class_name(self, *, stock: bool) -> str:
+        """Return the name of the multimodal class around the tower, dense or cut."""
+        architectures = self.config.architectures or [self.config.model_type]
+        name = str(architectures[0]).removeprefix("Pruned")
+        return name if stock else f"Pruned{name}"
+
+    @property
+    def first_layers(self) -> int:
+        """Return how many layers must be kept: features of images are added after each of them."""
+        return count_first_layers(self.config)
+
+    def obstacle(self, plan: PrunePlan) -> str | None:
+        """Return why no multimodal class can hold the tower after a plan, or None."""
+        if reasons := [reason for axis, reason in self.closed_axes().items() if axis in cut_axes(plan)]:
+            return reasons[0]
+        first = self.first_layers
+        if any(index < first for index in plan.removed_layers):
+            return f"features of images are added after each of its first {first} layers, which must be kept"
+        return None
+
+    def class_obstacle(self, config: PretrainedConfig) -> str | None:
         """Return why the multimodal class cannot hold the tower after a cut, or None.
 
         Args:
             config: of the cut tower.
-            plan: the parts to keep.
         """
-        if reasons := [reason for axis, reason in self.closed_axes().items() if axis in cut_axes(plan)]:
-            return reasons[0]
-        vision = getattr(self.config, "vision_config", None)
-        first = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-        if any(index < first for index in plan.removed_layers):
-            return f"features of images are added after each of its first {first} layers, which must be kept"
-        other = config.model_type != self.dense.model_type
-        if config.model_type.startswith("pruned_") or (other and self.config.text_config.model_type in TWINS):
+        other = not is_pruned(config) and config.model_type != self.dense.model_type
+        if other and self.config.text_config.model_type in TWINS:
             return f"it has no place for sizes that only the architecture {config.model_type!r} takes"
-        text = uninitialised_model(config, torch.float32)
+        with torch.device("meta"):
+            text = uninitialised_model(config, torch.float32)
         try:
-            shapes = parameter_shapes(self._around(config, torch.float32))
+            shapes = self._shapes(config)
         except Exception as error:  # code of many classes: it can raise anything
             return f"its class refuses these sizes ({shown(error)})"
         expected = {self._name(own): shape for own, shape in parameter_shapes(text).items()}
         wrong = next((name for name in expected if shapes.get(name) != expected[name]), None)
         return f"its class builds {wrong} in other sizes" if wrong else None
+
+    def _shapes(self, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+        """Return name -> shape of every tensor of the multimodal model around a tower with this configuration."""
+        with torch.device("meta"):
+            state = self._around(config, torch.float32).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def _name(self, own: str) -> str:
         """Return the name in the whole model of a parameter of the tower."""
@@ -215,18 +290,31 @@ class Tower:
         for name in config.sub_configs:
             if (part := getattr(config, name, None)) is not None:
                 part.dtype = None
-        if config.text_config.model_type in TWINS:
-            before = self.dense.to_dict()
-            for name, value in plain_values(text).items():
-                if before.get(name) != value and hasattr(config.text_config, name):
-                    setattr(config.text_config, name, value)
+        if self.config.text_config.model_type in TWINS or is_pruned(text):
+            _change(config.text_config, self.dense, text)
         else:
             config.text_config = copy.deepcopy(text)
         config.tie_word_embeddings = text.tie_word_embeddings
         for field in WIDTHS.get(config.model_type, ()):
             part, _, name = field.rpartition(".")
             setattr(getattr(config, part) if part else config, name, text.hidden_size)
+        if is_pruned(text):
+            from pyprune.modeling.towers import pruned_tower_class
+
+            made = pruned_tower_class(config.model_type.removeprefix(PREFIX))
+            config = made(**{**plain_values(config), PRUNED: text.to_dict()})
         return uninitialised_model(config, dtype, auto=AutoModelForMultimodalLM)
+
+
+def _change(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
+    """Give a configuration the values that differ between two others; if pruned, also the channels of a head, on which
+    positions depend.
+    """
+    old = before.to_dict()
+    for name, value in plain_values(after).items():
+        changed = old.get(name) != value and hasattr(config, name) and name != "per_layer_config"
+        if changed or (name == HEAD_DIM and is_pruned(after)):
+            setattr(config, name, value)
 
 
 def _names_in_whole(text: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str]:

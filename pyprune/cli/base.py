@@ -338,9 +338,10 @@ def print_next_commands(out: Path) -> None:
     Args:
         out: folder of the checkpoint that was written.
     """
-    from pyprune.families import family_of_type, serving_obstacle
+    from pyprune.families import find_family, serving_obstacle
 
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     pruned = config["model_type"].startswith("pruned_")
-    served = bool(family_of_type(config["model_type"]).served_by) if pruned else serving_obstacle(config) is None
+    family = find_family(config["model_type"]) if pruned else None
+    served = bool(family and family.served_by) if pruned else serving_obstacle(config) is None
     print(f"Next: pyprune eval {out} --ppl wikitext2" + f"\n      pyprune serve {out}" * served)

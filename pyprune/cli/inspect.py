@@ -158,6 +158,7 @@ def families(
         markdown: Print Markdown, as docs/families.md has it.
     """
     from pyprune.checkpoint.load import ModelSource
+    from pyprune.checkpoint.multimodal import multimodal_table
     from pyprune.families import family_for, find_family
     from pyprune.families.table import known_types, layers_table, model_table, open_table, refused_table, vllm_table
     from pyprune.runtime.progress import track
@@ -167,17 +168,22 @@ def families(
         source = ModelSource.of(model)
         tables = [model_table(family_for(source.config), source.config, model, source.closed_axes)]
     else:
-        types = known_types()
+        multimodal = multimodal_table()
+        named = {row[0] for row in multimodal.rows}
+        types = [name for name in known_types() if name not in named]
         for name in track(types, "looking at model types"):
             find_family(name)  # is kept for the tables
-        tables = [open_table(types), layers_table(types), refused_table(types), vllm_table()]
+        tables = [open_table(types), layers_table(types), refused_table(types), vllm_table(), multimodal]
     if markdown:
         typer.echo("\n\n".join(map(markdown_table, tables)))
         return
     data = {table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for table in tables}
     if model is None:
         opened, alone, refused = len(tables[0].rows), tables[1].rows[0][0], len(tables[2].rows)
-        counts = f"{opened} types can be pruned, {alone} lose whole layers alone, {refused} are refused."
+        counts = (
+            f"{opened} types and {len(tables[4].rows)} multimodal ones can be pruned, {alone} lose whole layers alone, "
+            f"{refused} are refused."
+        )
     output(data, json_file, *tables, *([counts] if model is None else []))
 
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pyprune.cut.mask import gauge_
 from pyprune.cut.proof import assert_proven
 from pyprune.cut.shorter import check_shorter, kept_names, shorter_model
-from pyprune.cut.target import Target, choose_target, zero_biases
+from pyprune.cut.target import Target, choose_target, class_obstacle, zero_biases
 from pyprune.families import Family, check_plan, count_parameters, family_for
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.families.scale import stream_factor, stream_scale, width_factor
@@ -76,7 +76,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     family = family_for(model)
     check_plan(plan, family, model.config)
     assert_proven(family, compact_)
-    target = choose_target(family, model.config, plan)
+    target = choose_target(family, model.config, plan, class_obstacle(model))
     before = count_parameters(model)
     tower = getattr(model, "tower", None)
     if tower is not None and plan.removed_hidden:
@@ -98,7 +98,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     return CompactReport(
         dense_parameters=before,
         parameters=count_parameters(model),
-        architecture=type(model).__name__,
+        architecture=type(model).__name__ if tower is None else tower.class_name(stock=target.stock is not None),
         stock=target.stock is not None,
         reasons=target.reasons,
     )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pyprune.cut.target import Target, choose_target
+from pyprune.cut.target import Target, choose_target, class_obstacle
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, check_plan, family_for
 from pyprune.families.base import Block, axis_width, kept_indices
@@ -164,7 +164,8 @@ def target_of(model: PreTrainedModel, plan: PrunePlan, *, biases: bool) -> Targe
     """
     family = family_for(model)
     added = biases and not family.layers_alone and any(_all_lost_inputs(plan, family).values())
-    return choose_target(family, compensated_config(model, family) if added else model.config, plan)
+    config = compensated_config(model, family) if added else model.config
+    return choose_target(family, config, plan, class_obstacle(model))
 
 
 def compensated_config(model: PreTrainedModel, family: Family) -> PretrainedConfig:

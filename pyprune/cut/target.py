@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from pyprune.families import Family, StockTarget
 from pyprune.families.alone import shorter_config
@@ -33,13 +33,19 @@ class Target:
     zero_biases: tuple[tuple[str, Axis], ...] = ()
 
 
-def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> Target:
+def choose_target(
+    family: Family,
+    config: PretrainedConfig,
+    plan: PrunePlan,
+    class_obstacle: Callable[[PretrainedConfig], str | None] = lambda config: None,
+) -> Target:
     """Pick the first stock architecture that can hold the plan, else the pruned one.
 
     Args:
         family: of the dense model.
         config: of the dense model.
         plan: the parts to keep.
+        class_obstacle: (configuration of a stock architecture) -> reason why the model around it has no place for it.
 
     Raises:
         PlanError: whole layers are removed that a type without a table cannot lose.
@@ -50,10 +56,18 @@ def choose_target(family: Family, config: PretrainedConfig, plan: PrunePlan) -> 
     for stock in family.stock_targets:
         reason = stock.obstacle(config, plan)
         if not reason:
-            zeros = stock.zero_biases(config)
-            return Target(_stock_config(family, config, plan, stock), stock, (), zeros)
+            changed = _stock_config(family, config, plan, stock)
+            reason = class_obstacle(changed)
+        if not reason:
+            return Target(changed, stock, (), stock.zero_biases(config))
         reasons.append(f"{stock.model_type}: {reason}")
     return Target(_pruned_config(family, config, plan), None, tuple(reasons))
+
+
+def class_obstacle(model: PreTrainedModel) -> Callable[[PretrainedConfig], str | None]:
+    """Return what tells why the model around a text tower has no place for it; of other models, it tells None."""
+    tower = getattr(model, "tower", None)
+    return (lambda config: None) if tower is None else tower.class_obstacle
 
 
 def zero_biases(

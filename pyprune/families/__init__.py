@@ -263,6 +263,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return dense_family(model).layers(model)
 
 
+def removable_layers(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers of a dense model that can be removed whatever else is kept, ascending.
+
+    The first layers of a text tower may have to be kept, because features of images are added after them.
+    """
+    family, tower = family_for(model), getattr(model, "tower", None)
+    first = 0 if tower is None else tower.first_layers
+    return tuple(index for index in family.removable_layers(family.layer_kinds(model.config)) if index >= first)
+
+
 def dense_family(model: PreTrainedModel | PretrainedConfig) -> Family:
     """Return the family of a model or configuration, or the one that it had before it was cut.
 

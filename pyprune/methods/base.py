@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from pyprune.config.method import MethodOptions
 from pyprune.config.run import PruneConfig, StageAction, StageConfig
 from pyprune.errors import ConfigError
-from pyprune.families import Family, family_for, parameter_shapes
+from pyprune.families import Family, family_for, parameter_shapes, removable_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +42,7 @@ class PlanRequest:
         family: family of the model.
         identity: the plan that removes nothing.
         shapes: parameter name -> shape, tied parameters once.
+        removable_layers: layers that can be removed whatever else is kept, ascending.
     """
 
     method: str
@@ -55,6 +56,7 @@ class PlanRequest:
     family: Family
     identity: PrunePlan
     shapes: Mapping[str, tuple[int, ...]]
+    removable_layers: tuple[int, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: PruneConfig) -> PlanRequest:
@@ -80,6 +82,7 @@ class PlanRequest:
             family=family,
             identity=family.plan(model.config),
             shapes=parameter_shapes(model),
+            removable_layers=removable_layers(model),
         )
 
 

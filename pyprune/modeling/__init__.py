@@ -18,7 +18,7 @@ from pyprune.modeling.configuration import (
     PrunedConfigMixin,
     pruned_config_class,
     register,
-    register_types_without_table,
+    register_on_first_use,
 )
 from pyprune.runtime.releases import warn_of_untried_releases
 
@@ -62,7 +62,7 @@ def _register() -> None:
         if not family.classes.model.startswith("transformers:"):
             resolve(family.classes.model)  # a package registers its own classes when this is imported
         register(family, PRUNED_CONFIGS[family.model_type])
-    register_types_without_table()
+    register_on_first_use()
 
 
 _register()

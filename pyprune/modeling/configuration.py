@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from pyprune.families import Family, all_families, dense_family, family_of_type, find_family, resolve
 from pyprune.families.base import layer_overrides, stored_lists
@@ -211,25 +212,33 @@ def register(family: Family, config_class: Any) -> None:
 
 
 class _ConfigOnFirstUse(type):
-    """A class that stands for the pruned configuration of a type without a table, until it is read from a checkpoint.
+    """A class that stands for a pruned configuration, inferred or of a tower, until it is read from a checkpoint.
 
     Transformers finds classes by model type, and inferring the families of all types takes many seconds.
     """
 
+    find: Callable[[str], Any]
+
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(pruned_config_class(cls.__name__), name)
+        return getattr(cls.find(cls.__name__), name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return pruned_config_class(cls.__name__)(*args, **kwargs)
+        return cls.find(cls.__name__)(*args, **kwargs)
 
 
-def register_types_without_table() -> None:
-    """Register the pruned types whose families are inferred, if they can be, when a checkpoint of one is read."""
-    for model_type in causal_types():
-        if model_type not in PRUNED_CONFIGS:
-            AutoConfig.register(PREFIX + model_type, _ConfigOnFirstUse(model_type, (), {}), exist_ok=True)
+def register_on_first_use() -> None:
+    """Register the pruned types whose classes are made when a checkpoint of one is read: inferred ones, and towers."""
+
+    def pruned_tower(model_type: str) -> Any:
+        return import_module("pyprune.modeling.towers").pruned_tower_class(model_type)
+
+    types: dict[str, Callable[[str], Any]] = dict.fromkeys(causal_types(), pruned_config_class)
+    types |= dict.fromkeys(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, pruned_tower)
+    for model_type in types.keys() - PRUNED_CONFIGS.keys():
+        facts = {"find": staticmethod(types[model_type])}
+        AutoConfig.register(PREFIX + model_type, _ConfigOnFirstUse(model_type, (), facts), exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:

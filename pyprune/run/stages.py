@@ -93,6 +93,8 @@ class Stages:
             self.result.warnings += unmarked_text_warnings(self.text.drawn)
         if self.config.stages.prune:
             target = check_target(self.model, decision.plan, self.config)
+            if tower := tower_of(self.model):
+                self.result.notes += tower.notes(decision.plan)
             if self._has_weights and family_for(self.model).layers_alone:
                 check_shorter(self.model, decision.plan, target.config)
         return decision
@@ -119,6 +121,7 @@ class Stages:
             return PlanDecision(read_plan(config.plan), (note,), warnings=warnings)
         if config.method == "none":
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
+        config = with_equal_widths(self.model, config)
         method = get_method(config.method)
         check_axes_open(self.model, config)
         trains = config.deciding_training() is not None
@@ -368,11 +371,6 @@ def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
         closed |= tower.closed_axes()
         if method.rotates:
             closed["hidden"] = "the projector of images writes its channels, which the method would rotate"
-        if method.scores and not config.score_options.uniform:
-            raise ConfigError(
-                f"{config.method} gives layers widths of their own, which no {tower.config.model_type!r} model holds. "
-                "Give every layer the same (--uniform), or remove whole layers (--method elder)."
-            )
     for axis in config.score_options.axes if method.scores else (method.axis,):
         if axis in closed:
             names = [name for name in ("layers", "hidden", "heads", "ffn") if name not in closed]
@@ -380,6 +378,21 @@ def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
                 f"{config.method} removes from the axis {axis}, which is closed in this {model.config.model_type!r} "
                 f"model: {closed[axis]}. Open axes: {', '.join(names)}."
             )
+
+
+def with_equal_widths(model: PreTrainedModel, config: PruneConfig) -> PruneConfig:
+    """Return the options with equal widths in every layer for a text tower, unless they name the open layers.
+
+    Equal widths are what the class of a multimodal model has a place for, and vLLM serves no others.
+    """
+    tower, score = tower_of(model), config.score_options
+    if tower is None or not get_method(config.method).scores or score.names_open_layers:
+        return config
+    say(
+        "Every layer of this text tower gets the same widths (--uniform), which the class of "
+        f"{tower.config.model_type!r} models asks for; score.layers=[...] opens layers instead."
+    )
+    return replace(config, score=replace(score, uniform=True))
 
 
 def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -> Target:
@@ -391,11 +404,8 @@ def check_target(model: PreTrainedModel, plan: PrunePlan, config: PruneConfig) -
     """
     target = target_of(model, plan, biases=config.adds_biases)
     tower = tower_of(model)
-    if tower and (reason := tower.obstacle(target.config, plan)):
-        raise ConfigError(
-            f"The {tower.config.model_type!r} model cannot hold its text tower after this cut: {reason}. Give every "
-            "layer the same widths (--uniform), or remove whole layers (--method elder)."
-        )
+    if tower and (reason := tower.obstacle(plan) or tower.class_obstacle(target.config)):
+        raise ConfigError(f"The {tower.config.model_type!r} model cannot hold its text tower after this cut: {reason}.")
     if config.target == "stock" and target.stock is None:
         raise ConfigError(
             f"target is 'stock', but no stock architecture takes these sizes ({plan.summary()}): "

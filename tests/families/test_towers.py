@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,27 @@ from torch import Tensor
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from pyprune.checkpoint.load import ModelSource, load_model
+from pyprune.checkpoint.multimodal import multimodal_table
 from pyprune.checkpoint.tower import WIDTHS, text_model, tower_of, whole_model
 from pyprune.cut.mask import mask_
-from pyprune.cut.target import choose_target
+from pyprune.cut.target import choose_target, class_obstacle
 from pyprune.errors import ConfigError, UnsupportedModelError
-from pyprune.families import family_for
+from pyprune.families import family_for, removable_layers
 from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
+from pyprune.runtime.report import markdown_table
 from pyprune.serving.export import export
 from tests._support.compare import assert_same_logits
+from tests._support.paths import REPO
 from tests._support.text import write_model, write_text
 from tests._support.towers import REFUSED, TOWERS, prompt, tiny_tower
 
 FIRST = ("qwen3_vl", "gemma3")
 """Types of the first tier: one whose tower has no causal LM of its own, and one whose has."""
 OTHERS = [pytest.param(name, marks=pytest.mark.second) for name in TOWERS if name not in FIRST]
-WITHOUT_HEADS = ("qwen2_vl", "qwen2_5_vl")
-"""Types whose classes derive the width of a head from the hidden size."""
+SQUARE = ("qwen2_vl", "qwen2_5_vl")
+"""Types whose classes derive the width of a head from the hidden size and the number of heads."""
 PROCESSOR = {
     "preprocessor_config.json": '{"image_processor_type": "SiglipImageProcessor"}',
     "processor_config.json": '{"image_seq_length": 4}',
@@ -57,7 +61,7 @@ def write_tower(model_type: str, folder: Path, *, dtype: torch.dtype = torch.flo
     return folder
 
 
-def plan_of(text: PreTrainedModel, *, heads: bool = True, hidden: bool = False) -> PrunePlan:
+def plan_of(text: PreTrainedModel, *, heads: bool = True, hidden: int = 64) -> PrunePlan:
     """Return a plan of equal sizes without the third layer."""
     family = family_for(text)
     plan = family.plan(text.config)
@@ -66,7 +70,18 @@ def plan_of(text: PreTrainedModel, *, heads: bool = True, hidden: bool = False) 
         if heads and plan.dense.units("kv_heads", index):
             plan = plan.with_layer(index, kv_heads=[1], query_heads=[2, 3])
     plan = plan.drop_layers([2])
-    return plan.keep_hidden(range(3, 51)) if hidden else plan
+    return plan if hidden == 64 else plan.keep_hidden(range(3, 3 + hidden))
+
+
+def unequal_plan(text: PreTrainedModel) -> PrunePlan:
+    """Return a plan of sizes by layer, without the third layer and two blocks."""
+    plan = family_for(text).plan(text.config).with_layer(1, ffn=())
+    if not plan.dense.units("experts", 3):
+        plan = plan.with_layer(3, ffn=range(9))
+    for index, heads in {3: ((), ()), 4: ([1], [3])}.items():
+        if plan.dense.units("kv_heads", index):
+            plan = plan.with_layer(index, kv_heads=heads[0], query_heads=heads[1])
+    return plan.drop_layers([2])
 
 
 def prune_by(plan: PrunePlan, dense: Path) -> Path:
@@ -92,25 +107,23 @@ def masked_logits(dense: Path, plan: PrunePlan, model_type: str) -> Tensor:
     assert tower is not None
     mask_(text, plan)
     if plan.removed_hidden:
-        cut = tower.cut(choose_target(family, text.config, plan).config, plan.hidden, 1.0)
-        removed = torch.tensor(plan.removed_hidden)
-        for name, tensor in tower.rest.items():
-            for dim, size in enumerate(cut.rest[name].shape):
-                if size != tensor.shape[dim]:
-                    tensor.index_fill_(dim, removed, 0)
+        config = choose_target(family, text.config, plan, class_obstacle(text)).config
+        for name, positions in tower.kept_positions(config, plan.hidden).items():
+            for dim, kept in positions.items():
+                removed = sorted({*range(tower.rest[name].shape[dim])} - {*kept.tolist()})
+                tower.rest[name].index_fill_(dim, torch.tensor(removed), 0)
     return logits(whole_model(text), model_type)
 
 
-def check(model_type: str, folder: Path, *, hidden: bool) -> Path:
+def check(model_type: str, folder: Path, planned: Callable[[PreTrainedModel], PrunePlan], *, stock: bool) -> Path:
     """Prune a tower on disk, and compare the written multimodal model with the masked one."""
     dense = write_tower(model_type, folder / "dense")
-    text, _ = load_model(dense)
-    plan = plan_of(text, heads=model_type not in WITHOUT_HEADS, hidden=hidden)
+    plan = planned(load_model(dense)[0])
     expected = masked_logits(dense, plan, model_type)
     out = prune_by(plan, dense)
     model, info = AutoModelForMultimodalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
-    assert type(model).__name__ == type(tiny_tower(model_type)).__name__
+    assert type(model).__name__ == "Pruned" * (not stock) + type(tiny_tower(model_type)).__name__
     assert_same_logits(logits(model, model_type), expected)
     assert {name: (out / name).read_text() for name in PROCESSOR} == PROCESSOR
     return out
@@ -118,7 +131,7 @@ def check(model_type: str, folder: Path, *, hidden: bool) -> Path:
 
 @pytest.mark.parametrize("model_type", [*OTHERS, *FIRST])
 def test_a_pruned_tower_answers_about_an_image_as_the_masked_model_does(model_type: str, tmp_path: Path) -> None:
-    out = check(model_type, tmp_path, hidden=False)
+    out = check(model_type, tmp_path, lambda text: plan_of(text, heads=model_type not in SQUARE), stock=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "dense", out))
     new = {re.sub(r"\d+", "0", name) for name in after} - {re.sub(r"\d+", "0", name) for name in before}
     assert all(name.endswith("o_proj.bias") for name in new), "Qwen2 without some heads is a LLaMA with biases"
@@ -129,11 +142,36 @@ def test_a_pruned_tower_answers_about_an_image_as_the_masked_model_does(model_ty
 
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.second) for name in WIDTHS])
 def test_the_projector_is_cut_with_the_hidden_channels(model_type: str, tmp_path: Path) -> None:
-    check(model_type, tmp_path, hidden=True)
+    check(model_type, tmp_path, lambda text: plan_of(text, hidden=48), stock=model_type not in SQUARE)
+
+
+@pytest.mark.parametrize("model_type", SQUARE)
+def test_heads_and_stream_that_are_cut_alike_are_a_stock_model(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path, lambda text: plan_of(text, hidden=32), stock=True)
+
+
+@pytest.mark.parametrize("model_type", [*OTHERS, *FIRST])
+def test_sizes_by_layer_are_a_pruned_multimodal_model(model_type: str, tmp_path: Path) -> None:
+    out = check(model_type, tmp_path, unequal_plan, stock=False)
+    again = export(out, tmp_path / "again")
+    written, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "again", out))
+    assert again.architecture.startswith("Pruned")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_a_pruned_multimodal_model_generates_from_its_cache(model_type: str, tmp_path: Path) -> None:
+    dense = write_tower(model_type, tmp_path / "dense")
+    out = prune_by(unequal_plan(load_model(dense)[0]), dense)
+    model, inputs = AutoModelForMultimodalLM.from_pretrained(out), prompt(model_type)
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    cached, whole = (model.generate(**inputs, **options, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, whole)
 
 
 def test_a_gemma3_without_hidden_channels_has_a_narrower_projector(tmp_path: Path) -> None:
-    out = check("gemma3", tmp_path, hidden=True)
+    out = check("gemma3", tmp_path, lambda text: plan_of(text, hidden=48), stock=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(out / "model.safetensors").items()}
     assert next(shape for name, shape in shapes.items() if name.endswith("mm_input_projection_weight")) == (32, 48)
 
@@ -173,30 +211,34 @@ def test_buffers_of_a_tower_are_written_in_the_dtype_of_the_source(tmp_path: Pat
     assert any(name.endswith("layer_scalar") for name in load_file(out / "model.safetensors"))
 
 
-def test_cuts_that_the_class_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_layers_after_which_features_of_images_are_added_are_kept(tmp_path: Path) -> None:
     dense = write_tower("qwen3_vl", tmp_path / "dense")
     text, _ = load_model(dense)
-    plan = family_for(text).plan(text.config)
-    for wrong, reason in {
-        plan.drop_layers([0]): "features of images are added after each of its first 1 layers",
-        plan.with_layer(1, ffn=range(9)): "no place for sizes that only the architecture 'pruned_qwen3'",
-    }.items():
-        with pytest.raises(ConfigError, match=reason):
-            prune_by(wrong, dense)
-    closed = tower_of(load_model(write_tower("qwen2_vl", tmp_path / "other"))[0]).closed_axes()  # type: ignore[union-attr]
-    assert closed.keys() == {"hidden", "heads"}
-    with pytest.raises(ConfigError, match="--uniform"):
-        prune_checkpoint(dense, _options(method="magnitude", ratio=0.2), out=tmp_path / "out")
+    assert removable_layers(text) == (1, 2, 3, 4)
+    with pytest.raises(ConfigError, match="features of images are added after each of its first 1 layers"):
+        prune_by(family_for(text).plan(text.config).drop_layers([0]), dense)
 
 
-def test_axes_that_the_projector_closes_are_refused(tmp_path: Path) -> None:
-    for model_type, options, reason in (
-        ("llava", {"hidden": True}, "knows no cut of the projector"),
-        ("qwen2_vl", {}, "derives the width of a head"),
-    ):
-        dense = write_tower(model_type, tmp_path / model_type / "dense")
-        with pytest.raises(ConfigError, match=reason):
-            prune_by(plan_of(load_model(dense)[0], **options), dense)
+def test_scores_give_every_layer_the_same_widths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, text = write_tower("qwen2_5_vl", tmp_path / "dense"), write_text(tmp_path / "text.txt")
+    data = {"source": str(text), "samples": 3, "sequence_length": 24}
+    prune_checkpoint(dense, _options(method="taylor", ratio=0.1, data=data), out=tmp_path / "equal")
+    config = json.loads((tmp_path / "equal" / "config.json").read_text())
+    assert config["model_type"] == "qwen2_5_vl"
+    assert config["text_config"]["num_attention_heads"] == 4
+    assert "--uniform" in capsys.readouterr().err
+    options = _options(method="magnitude", ratio=0.05, score={"layers": [1, 2]})
+    prune_checkpoint(dense, options, out=tmp_path / "unequal")
+    config = json.loads((tmp_path / "unequal" / "config.json").read_text())
+    assert config["model_type"] == "pruned_qwen2_5_vl"
+    assert config["pruned_config"]["per_layer_config"].keys() == {"1", "2"}
+
+
+def test_an_unknown_projector_closes_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = write_tower("llava", tmp_path / "dense")
+    monkeypatch.delitem(WIDTHS, "llava")
+    with pytest.raises(ConfigError, match="knows no cut of the projector"):
+        prune_by(plan_of(load_model(dense)[0], hidden=48), dense)
 
 
 def test_a_tower_that_computes_another_text_is_refused() -> None:
@@ -211,3 +253,10 @@ def test_types_of_towers_without_a_table_are_refused_by_name(tmp_path: Path) -> 
     (dense / "config.json").write_text(json.dumps(values))
     with pytest.raises(UnsupportedModelError, match="glm4v_text"):
         load_model(dense)
+
+
+def test_the_table_in_the_documentation_is_the_table() -> None:
+    """`pyprune families --markdown` prints it."""
+    table = multimodal_table()
+    assert {row[0] for row in table.rows} == {*TOWERS}
+    assert markdown_table(table) in (REPO / "docs" / "families.md").read_text(encoding="utf-8")

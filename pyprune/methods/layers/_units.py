@@ -67,10 +67,9 @@ class Removal:
             check_table(request.family, f"{request.method} with unit {unit!r}")
         decision = decide_layer_count(request, unit)
         total = request.identity.dense.num_layers
-        dense, family = request.identity.dense, request.family
-        able = family.removable_layers(dense.layers)
+        able = request.removable_layers
         if unit != "layer":
-            able = tuple(i for i in range(total) if unit in dense.blocks(i))
+            able = tuple(i for i in range(total) if unit in request.identity.dense.blocks(i))
         open_layers = tuple(i for i in able if keep_first <= i < total - keep_last)
         if decision.count > len(open_layers):
             raise ConfigError(

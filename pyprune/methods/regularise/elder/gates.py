@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import TrainConfig
 from pyprune.errors import ConfigError, DataError
-from pyprune.families import family_for
+from pyprune.families import decoder_layers, family_for, removable_layers
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.layers.shortgpt.score import block_influence
 from pyprune.methods.ratio import decide_layer_count
@@ -266,9 +266,8 @@ def layers_to_weigh(model: PreTrainedModel, samples: Tensor, count: int, config:
         count: layers to remove; at least that many get a gate.
         config: stage 1's options.
     """
-    family = family_for(model)
-    kinds = family.layer_kinds(model.config)
-    able, number = family.removable_layers(kinds), max(count, math.ceil(config.weighed_share * len(kinds)))
+    able, layers = removable_layers(model), len(decoder_layers(model))
+    number = max(count, math.ceil(config.weighed_share * layers))
     if number >= len(able):
         return able
     chosen: tuple[int, ...] = ()
