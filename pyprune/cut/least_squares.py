@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ FLOAT64_PRODUCTS = 256
 """Up to this many inputs products are float64 as well, which costs little there."""
 _ROWS = 2048
 """Tokens of one product: the rounding of float32 grows with them, and the sum over products is more exact."""
+
+
+Part = tuple[Tensor, Tensor]
+"""Inputs that some tokens have: their rows, int64 [n], and the inputs [n, inputs of a block]."""
+SWEEPS = 4
+"""Times that each block is solved for what the others leave; on text the error then hardly changes."""
 
 
 class NormalEquations:
@@ -112,3 +118,107 @@ class NormalEquations:
         solved = solution is not None and bool(torch.isfinite(solution).all())
         # A solution that fails in one process fails in all, so that all try the same ones.
         return solution if processes.all_agree(solved) else None
+
+
+class BlockEquations:
+    """The same equations of inputs in blocks, of which each token has few: one block is solved at a time.
+
+    Products of inputs of two blocks are not held, but the tokens are. Each block is solved in turn for what the others
+    leave (Gauss-Seidel), :data:`SWEEPS` times from the start, or from the solution with the ridge before.
+
+    Args:
+        starts: [inputs of the block, outputs] for each block, any floating dtype; they are kept.
+    """
+
+    constant = False
+
+    def __init__(self, starts: Sequence[Tensor]) -> None:
+        self.starts = starts
+        self._chunks: list[tuple[Sequence[Part], Tensor]] = []
+        self._warm: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held during a solution: inputs and targets of the tokens, what is left of them, and two solutions."""
+        inputs = sum(x.nbytes for parts, _ in self._chunks for _, x in parts)
+        tokens = inputs + 2 * sum(y.nbytes for _, y in self._chunks)
+        largest = max(map(len, self.starts))
+        return tokens + sum(2 * 4 * start.numel() for start in self.starts) + 3 * 4 * largest**2
+
+    def add(self, parts: Sequence[Part], y: Tensor, weight: Tensor | None = None) -> None:
+        """Add tokens.
+
+        Args:
+            parts: of each block.
+            y: [tokens, outputs], any floating dtype; what the sum of all blocks should be.
+            weight: as in :meth:`NormalEquations.add`.
+        """
+        scaled = [(rows, x.float() if weight is None else x.float() * weight[rows, None]) for rows, x in parts]
+        self._chunks.append((scaled, y.float() if weight is None else y.float() * weight[:, None]))
+
+    def forget_sums(self) -> None:
+        """Forget the solution of the tokens before, as tokens were added."""
+        self._warm = []
+
+    def error(self) -> float:
+        """Sum over tokens of ||y - x start||^2, weighted."""
+        total = sum(y.square().sum(dtype=torch.float64) for y in self._left([w.float() for w in self.starts]))
+        return float(_over_processes(torch.as_tensor(total)))
+
+    def solutions(self, ridges: Iterable[float]) -> Iterator[tuple[float, Tensor]]:
+        """Yield (ridge, W) for each ridge whose system :meth:`solve` solves."""
+        yield from ((ridge, solution) for ridge in ridges if (solution := self.solve(ridge)) is not None)
+
+    def solve(self, ridge: float) -> Tensor | None:
+        """Return the blocks of the solution one below the other, [inputs, outputs], or None if one is singular.
+
+        Args:
+            ridge: relative to the mean of the diagonal of x^T x, of the inputs of all blocks.
+        """
+        blocks = self._warm or [w.float() for w in self.starts]
+        left = self._left(blocks)
+        sizes = [len(start) for start in self.starts]
+        squares = sum(x.square().sum(dtype=torch.float64) for parts, _ in self._chunks for _, x in parts)
+        penalty = ridge * float(_over_processes(torch.as_tensor(squares))) / sum(sizes)
+        for _ in range(SWEEPS):
+            for number, size in enumerate(sizes):
+                solved = self._solve_block(number, size, blocks[number], left, penalty)
+                if solved is None:
+                    return None
+                for (parts, _), rest in zip(self._chunks, left, strict=True):
+                    rows, x = parts[number]
+                    rest.index_add_(0, rows, x @ (blocks[number] - solved))
+                blocks[number] = solved
+        self._warm = blocks
+        return torch.cat(blocks)
+
+    def _left(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Return what blocks leave of the targets of every chunk."""
+        left = []
+        for parts, y in self._chunks:
+            rest = y.clone()
+            for (rows, x), block in zip(parts, blocks, strict=True):
+                rest.index_add_(0, rows, x @ block, alpha=-1)
+            left.append(rest)
+        return left
+
+    def _solve_block(
+        self, number: int, size: int, block: Tensor, left: Sequence[Tensor], penalty: float
+    ) -> Tensor | None:
+        gram, moment = block.new_zeros(size, size), block.new_zeros(block.shape)
+        for (parts, _), rest in zip(self._chunks, left, strict=True):
+            rows, x = parts[number]
+            gram += x.T @ x
+            moment += x.T @ rest[rows]
+        gram, moment = _over_processes(gram), _over_processes(moment)
+        moment += gram @ block + penalty * self.starts[number]
+        gram.diagonal().add_(penalty)
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        solution = None if failed else torch.cholesky_solve(moment, factor)
+        solved = solution is not None and bool(torch.isfinite(solution).all())
+        return solution if processes.all_agree(solved) else None
+
+
+def _over_processes(sums: Tensor) -> Tensor:
+    """Return the sums of all processes that share the tokens."""
+    return processes.summed_(sums) if processes.is_divided() else sums

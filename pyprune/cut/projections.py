@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from pyprune.cut.least_squares import NormalEquations
+from pyprune.cut.least_squares import BlockEquations, NormalEquations
 from pyprune.runtime import processes
 
 
@@ -75,6 +76,40 @@ class Projection:
         self.module.weight.copy_(self.weight)
         if self.bias is not None:
             self.module.bias.copy_(self.bias)
+
+
+class ExpertProjection(Projection):
+    """The down projection of one expert, among those of all experts of a layer.
+
+    Args:
+        name: of the module of the experts, inside its layer.
+        experts: the module.
+        expert: index in it.
+    """
+
+    def __init__(self, name: str, experts: Any, expert: int) -> None:
+        self.name, self.module, self.expert = name, experts, expert
+        self.dense_rows, self.scale, self.bias = None, 1.0, None
+        self.weight = self.now.detach().clone()
+
+    @property
+    def now(self) -> Tensor:
+        """The weight [out, in] as it is now, in the memory of the parameter."""
+        weight: Tensor = cast(Any, self.module).down_proj.data[self.expert]
+        return weight.T if self.module.is_transposed else weight
+
+    @property
+    @override
+    def parameters(self) -> list[str]:
+        return [f"{self.name}.down_proj"]
+
+    @override
+    def put(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.now.copy_(weight.T)
+
+    @override
+    def restore(self) -> None:
+        self.now.copy_(self.weight)
 
 
 class Gain:
@@ -274,7 +309,7 @@ def parallel_start(projections: Sequence[Projection]) -> tuple[Tensor, bool]:
 
 
 def joint_solutions(
-    equations: NormalEquations, projections: Sequence[Projection], ridges: Sequence[float]
+    equations: NormalEquations | BlockEquations, projections: Sequence[Projection], ridges: Sequence[float]
 ) -> Iterator[tuple[float, Callable[[], None]]]:
     """Solutions of projections whose outputs add up (see :func:`joint_start`).
 

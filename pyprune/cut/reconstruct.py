@@ -10,6 +10,8 @@ and blocks after it, and corrects the errors of the parts before it. If hidden c
 of the dense stream. A bias is solved in the same system, and attention and MLP that write at the same point (Phi) are
 one system. One rule serves layers, blocks, heads, FFN and hidden channels.
 
+Kept experts of a mixture are one system, with the shared ones (:mod:`pyprune.cut.experts`).
+
 If a norm follows the writer (Gemma 3, OLMo 2), it fixes the size of the output: g * y / rms(y), with y = x W^T. Its
 gain g and W are then solved in turns: first g, then up to three rounds of W and g. With n = y / rms(y),
 
@@ -74,7 +76,8 @@ class ReconstructionReport:
         parts: every system in the order of the layers.
         dtype: that the layers computed in.
         exact: parts before everything that is removed (or was trained since the cut), which are not solved.
-        not_solved: parts whose writers are those of experts, which are not solved.
+        not_solved: parts with experts that are not solved, because the block does not add up what they write, or they
+            show no tokens that each of them reads.
         no_carrier: removed parts before the first kept one: no writer before them could take over their output, and
             the first writers after them correct it.
         tokens: calibration tokens, padding not counted.
@@ -103,8 +106,9 @@ class ReconstructionReport:
         return [self._outcome(), *self._lost(), *self._left()]
 
     def _left(self) -> list[str]:
-        count = len(self.not_solved)
-        return [f"The experts of {count} layers keep their values: they have no linear modules."] if count else []
+        if not self.not_solved:
+            return []
+        return [f"The experts of {len(self.not_solved)} layers keep their values: the layers do more than add them up."]
 
     def _outcome(self) -> str:
         if not self.parts and self.not_solved:
@@ -242,13 +246,17 @@ def _reconstruct(
         parts=tuple(walk.reports) if walk is not None else (),
         dtype=dtype,
         exact=tuple(str(step.part) for step in steps if step.exact),
-        not_solved=tuple(str(step.part) for step in steps if not step.exact and not side.solves(step)),
+        not_solved=tuple(map(str, [*_unsolved(side, steps), *(walk.not_solved if walk is not None else ())])),
         no_carrier=tuple(map(str, lost)),
         tokens=samples.token_count(),
         held_back=held_back,
         seconds=round(time.monotonic() - begin, 3),
         extra_bytes=walk.extra_bytes + side.copied_bytes if walk is not None else 0,
     )
+
+
+def _unsolved(side: CutSide, steps: Sequence[Step]) -> list[Part]:
+    return [step.part for step in steps if not step.exact and not side.solves(step)]
 
 
 def _walk(walk: Walk, side: CutSide, steps: Sequence[Step], lost: Sequence[Part], *, readers: bool) -> None:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from transformers import PretrainedConfig
 
 from pyprune.cut.compact import TensorCut, tensor_cut
 from pyprune.cut.mask import gauge_weight
-from pyprune.cut.projections import Gain, Projection
+from pyprune.cut.projections import ExpertProjection, Gain, Projection
 from pyprune.cut.steps import Step
 from pyprune.cut.target import choose_target
-from pyprune.errors import PlanError
+from pyprune.errors import PlanError, UnsupportedModelError
 from pyprune.families import decoder_layers
-from pyprune.families.base import Block, Row, kept_positions
+from pyprune.families.base import Block, Row, is_mixture, kept_positions
 from pyprune.families.scale import stream_scale, width_factor
 from pyprune.modeling.shapes import uninitialised_model
 from pyprune.plan import LayerPlan, PrunePlan
@@ -54,6 +54,14 @@ class Chunk:
         """The rows of x [B, T, channels] or [B * T, channels] that are no padding; a view where none is."""
         flat = x.reshape(-1, x.shape[-1])
         return flat[self.real.flatten()] if self._padded else flat
+
+    def places(self, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of some positions that are no padding, as rows of :meth:`tokens`, and their rows of x."""
+        if not self._padded:
+            return rows, x
+        real = self.real.flatten()
+        kept = real[rows]
+        return (real.cumsum(0) - 1)[rows[kept]], x[kept]
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +127,8 @@ class CutSide(ABC):
 
     def remember(self, solved: Sequence[Projection | Gain]) -> None:
         """Remember the parameters that were changed in the layer at work, to keep them when its block ends."""
-        self.changed += [name for module in solved for name in module.parameters]
+        names = dict.fromkeys(name for module in solved for name in module.parameters)  # experts share one
+        self.changed += [name for name in names if name not in self.changed]
 
     def _name(self, row: Row) -> str:
         return row.pattern.removeprefix(f"{self.family.layers_path}.{{i}}.").removesuffix(".weight")
@@ -129,14 +138,32 @@ class CutSide(ABC):
         return [row for row in rows if row.kind in (None, layer.kind)]
 
     def solves(self, step: Step) -> bool:
-        """Return whether the writers of a step can be solved: those of experts are not linear modules."""
+        """Return whether the writers of a step can be solved: not those of experts that write next to another block."""
         rows = (row for b in step.writers for row in self._rows("writer", b, self.plans[step.part.layer]))
-        return all(len(row.axes) == 2 for row in rows)
+        return len(step.writers) == 1 or all(len(row.axes) == 2 for row in rows)
+
+    def is_mixture(self, step: Step) -> bool:
+        """Return whether a step has experts."""
+        return is_mixture(self.plans[step.part.layer].kind) and "mlp" in step.writers
 
     def writers(self, step: Step, layer: nn.Module) -> list[Projection]:
-        """The modules of a step that write to the stream."""
+        """The modules of a step that write to the stream, and the experts in one; not those behind a gate.
+
+        Raises:
+            UnsupportedModelError: the experts show no tokens that each of them reads.
+        """
         plan = self.plans[step.part.layer]
-        return [self.projection(row, layer, plan) for b in step.writers for row in self._rows("writer", b, plan)]
+        rows = [row for b in step.writers for row in self._rows("writer", b, plan)]
+        experts = [row for row in rows if len(row.axes) == 3]
+        if not experts:
+            return [self.projection(row, layer, plan) for row in rows]
+        name = self._name(experts[0]).rpartition(".")[0]
+        module: Any = layer.get_submodule(name)
+        if not hasattr(module, "_apply_gate"):
+            raise UnsupportedModelError(f"{type(module).__name__} shows no tokens that each of its experts reads.")
+        gates = [row for row in self._rows("reader", step.writers[0], plan) if row.axes == ("inner", "hidden")]
+        beside = [self.projection(row, layer, plan) for row in rows if row not in experts and not gates]
+        return [*(ExpertProjection(name, module, i) for i in range(len(module.down_proj))), *beside]
 
     def readers(self, step: Step, layer: nn.Module) -> dict[Block, list[Projection]]:
         """The linear modules of a step that read the stream, by block; without blocks that have none."""
@@ -188,7 +215,8 @@ class CopiedLayers(CutSide):
             cuts = self._cuts(index, dense)
             copied = {name: cut.of(self._to_gauge(index, name, dense)) for name, cut in cuts.items()}
             buffers = dict(dense.named_buffers())
-        buffers = {name: buffers[name] for name, _ in layer.named_buffers() if name in buffers}  # stored or computed
+        names = [name for name, _ in layer.named_buffers() if name in buffers]  # stored or computed
+        buffers = {name: self._cut_buffer(index, name, buffers[name]) for name in names}
         lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
         # Stock architectures have biases that the dense model lacks.
         for name, values in (dict.fromkeys(lacking) | buffers).items():
@@ -203,6 +231,12 @@ class CopiedLayers(CutSide):
                 self.runner.keep(index, self.changed)
         self.changed.clear()
         layer.to("meta")
+
+    def _cut_buffer(self, index: int, name: str, values: Tensor) -> Tensor:
+        """Return a stored or computed buffer of a layer without removed experts."""
+        name = f"{self.family.layers_path}.{index}.{name}"
+        cut = tensor_cut(name, self.family, self.plan, tied=False) if self.family.buffer_row(name) else None
+        return values if cut is None else cut.of(values)
 
     def _cuts(self, index: int, layer: nn.Module) -> dict[str, TensorCut]:
         place = f"{self.family.layers_path}.{index}"
@@ -220,12 +254,18 @@ class CopiedLayers(CutSide):
 
 def _put(values: Tensor, dense: Tensor, cut: TensorCut) -> None:
     """Write a cut tensor to its places in the dense one."""
-    kept = [slice(None) if i is None else i.to(dense.device) for i in (cut.rows, cut.columns)[: dense.dim()]]
-    if isinstance(kept[0], Tensor) and isinstance(kept[-1], Tensor) and dense.dim() == 2:
-        kept[0] = kept[0][:, None]
+    kept = (cut.experts, cut.rows, cut.columns) if dense.dim() == 3 else (cut.rows, cut.columns)[: dense.dim()]
+    places = [slice(None) if i is None else i.to(dense.device) for i in kept]
+    if sum(i is not None for i in kept) > 1:  # those of every dimension, each along an axis of its own
+        all_of = (torch.arange(size, device=dense.device) for size in dense.shape)
+        pairs = enumerate(zip(places, all_of, strict=True))
+        places = [
+            (one if isinstance(place, slice) else place).view([-1, *[1] * (dense.dim() - 1 - dim)])
+            for dim, (place, one) in pairs
+        ]
     if cut.factor != 1.0:
         values = ((values.double() + cut.offset) / cut.factor - cut.offset).to(dense.dtype)
-    dense.data[tuple(kept)] = values
+    dense.data[tuple(places)] = values
 
 
 def _same_weights(own: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut.least_squares import NormalEquations
-from pyprune.cut.projections import Gain, Projection, Tally, parallel_start
+from pyprune.cut.least_squares import BlockEquations, NormalEquations
+from pyprune.cut.projections import Gain, Projection, Tally, joint_start, parallel_start
 from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.errors import UnsupportedModelError
@@ -58,6 +58,22 @@ class Writers:
         self._checked = False
         self._inputs: dict[Chunk, list[Tensor]] = {}
 
+    def equations(self, projections: Sequence[Projection]) -> NormalEquations | BlockEquations:
+        """Return empty equations of the writers, whose solutions start from these saved values."""
+        start, constant = joint_start(projections)
+        return NormalEquations(start, constant=constant)
+
+    def add_to(self, equations: Any, chunk: Chunk, target: Tensor, weight: Tensor | None) -> None:
+        """Add a chunk to equations of :meth:`equations`.
+
+        Args:
+            equations: which these are.
+            chunk: with the cut stream in front of the step.
+            target: [tokens, H'], what the writers should write.
+            weight: of each token's error, float32 [tokens]; None = all alike.
+        """
+        equations.add(torch.cat([chunk.tokens(x) for x in self.inputs(chunk)], 1), target, weight)
+
     @property
     def held(self) -> list[Tensor]:
         """The inputs that are held."""
@@ -70,7 +86,7 @@ class Writers:
 
     def save(self) -> list[Projection | Gain]:
         """Save the values of :attr:`solved` as they are now."""
-        return Writers(self.cut, self.step, self.layer, self.multiplier, 0).solved
+        return type(self)(self.cut, self.step, self.layer, self.multiplier, 0).solved
 
     def inputs(self, chunk: Chunk) -> list[Tensor]:
         """Return the input of each writer, [B, T, in] or [B * T, in]; the chunk's stream is not advanced.
@@ -84,7 +100,7 @@ class Writers:
             return self._inputs[chunk]
         stream = cast(Tensor, chunk.cut)
         idle: Sequence[Projection] = self.projections if self._checked else ()
-        forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(_zeros, p) for p in idle}
+        forwards: dict[nn.Module, Callable[..., Any]] = {p.module: partial(zeros_of, p) for p in idle}
         with record_calls({p.name: p.module for p in self.projections}) as seen, replaced_forwards(forwards):
             out = self.cut.run(self.layer, self.step.cut_part, stream)
             inputs = [seen[p.name][0] for p in self.projections]
@@ -134,7 +150,8 @@ class Writers:
             )
 
 
-def _zeros(projection: Projection, x: Tensor) -> Tensor:
+def zeros_of(projection: Projection, x: Tensor) -> Tensor:
+    """Return zeros in the shape of what a projection writes."""
     return x.new_zeros(*x.shape[:-1], projection.outputs)
 
 

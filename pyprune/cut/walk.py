@@ -13,7 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from pyprune.cut.least_squares import NormalEquations
+from pyprune.cut.experts import writers_of
+from pyprune.cut.least_squares import BlockEquations, NormalEquations
 from pyprune.cut.projections import (
     Choice,
     Gain,
@@ -23,13 +24,13 @@ from pyprune.cut.projections import (
     best_solution,
     choose,
     joint_solutions,
-    joint_start,
     parallel_solutions,
     put_solution,
 )
 from pyprune.cut.sides import Chunk, CutSide
 from pyprune.cut.steps import Step
 from pyprune.cut.systems import SMALLEST, Readers, Writers
+from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
 from pyprune.probe.streams import LayerRunner, Part, record_calls
 from pyprune.runtime import processes
@@ -94,6 +95,7 @@ class Walk:
     Attributes:
         extra_bytes: most memory held in addition to the models.
         reports: the solved systems.
+        not_solved: parts with experts that could not be solved.
     """
 
     held_bytes = 2**30
@@ -109,6 +111,7 @@ class Walk:
     judging: Sequence[str] = ()
     extra_bytes: int = 0
     reports: list[SolvedPart] = field(default_factory=list)
+    not_solved: list[Part] = field(default_factory=list)
 
     def begin(self) -> None:
         """Start the cut stream."""
@@ -154,9 +157,16 @@ class Walk:
 
     def solve_writers(self, step: Step, layer: nn.Module) -> None:
         """Solve the writers of a step for the dense stream where it stands now, and take the cut stream past it."""
-        writers = Writers(self.cut, step, layer, self.multiplier, self.held_bytes)
-        solve = self._solve_sum if writers.gain is None else self._solve_in_turns
-        error, choice = solve(writers)
+        try:
+            writers = writers_of(self.cut, step, layer, self.multiplier, self.held_bytes)
+            solve = self._solve_sum if writers.gain is None else self._solve_in_turns
+            error, choice = solve(writers)
+        except UnsupportedModelError:
+            if not self.cut.is_mixture(step):
+                raise
+            self.not_solved.append(step.part)
+            self.advance_cut(step, layer)
+            return
         if choice.taken:
             self.cut.remember(writers.solved)
         after = self._advance_past(writers)
@@ -249,10 +259,9 @@ class Walk:
         penalty = GAIN_RIDGE * size.mean().clamp(min=SMALLEST)
         start.put((product + penalty * start.values) / (size + penalty))
 
-    def _equations(self, writers: Writers, projections: Sequence[Projection]) -> NormalEquations:
+    def _equations(self, writers: Writers, projections: Sequence[Projection]) -> NormalEquations | BlockEquations:
         """Return the writers' equations on the sequences that are not held back."""
-        start, constant = joint_start(projections)
-        equations = NormalEquations(start, constant=constant)
+        equations = writers.equations(projections)
         self._gather(writers, equations, False)
         return equations
 
@@ -273,18 +282,17 @@ class Walk:
                 tally.add(USED, *self._error(chunk, chunk.cut))
         return tally.over_processes([USED])
 
-    def _gather(self, writers: Writers, equations: NormalEquations, held_back: bool) -> None:
+    def _gather(self, writers: Writers, equations: NormalEquations | BlockEquations, held_back: bool) -> None:
         """Add the sequences held back, or the others, to the equations: the writers' inputs, and their targets."""
         for chunk in self.chunks:
             if chunk.held_back == held_back:
-                x = torch.cat([chunk.tokens(x) for x in writers.inputs(chunk)], 1)
                 target, weight = self._residual(writers, chunk)
                 if writers.gain is not None:
                     # The norm takes y to gain * y / divisor, here with the divisor of the writers as they are.
                     _, divisor = writers.normalised(chunk)
                     target = target / writers.gain.floored(SMALLEST_GAIN) * divisor
                     weight = (1.0 if weight is None else weight) / divisor.squeeze(-1)
-                equations.add(x, target, weight)
+                writers.add_to(equations, chunk, target, weight)
         equations.forget_sums()
 
     def _residual(self, writers: Writers, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
@@ -337,7 +345,9 @@ class Walk:
         error, size = ((s if weight is None else s * weight.square()).sum(dtype=torch.float64) for s in squares)
         return error, size
 
-    def _count(self, equations: NormalEquations, projections: Sequence[Projection], extra: Sequence[Tensor]) -> None:
+    def _count(
+        self, equations: NormalEquations | BlockEquations, projections: Sequence[Projection], extra: Sequence[Tensor]
+    ) -> None:
         """Count the memory that is held at a time."""
         held = sum(chunk.nbytes for chunk in self.chunks) + sum(p.nbytes for p in projections) + equations.nbytes
         self.extra_bytes = max(self.extra_bytes, held + sum(tensor.nbytes for tensor in extra))

@@ -42,6 +42,33 @@ def _routed(module: Any, args: tuple[Tensor, ...], reader: str) -> Iterator[tupl
         yield expert, tokens, x[tokens]
 
 
+def routed_inputs(module: Any, args: tuple[Tensor, ...]) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """Yield each expert that a call uses: its tokens, int64 [n], and the inputs of its down projection, [n, ffn].
+
+    The inputs are multiplied by the weights of the router, as the outputs are in the model.
+
+    Args:
+        module: of the experts.
+        args: of the call, see :func:`_routed`.
+    """
+    for expert, tokens, x in _routed(module, args, "they cannot be solved."):
+        inner = expert_inner(module, expert, x) * _weights(args, expert, tokens)[:, None]
+        yield expert, (tokens.nonzero().flatten(), inner)
+
+
+def expert_biases(module: Any, args: tuple[Tensor, ...]) -> Tensor:
+    """Return what the biases of down projections add to each token of a call, [tokens, hidden]."""
+    added = torch.zeros_like(args[0].flatten(0, -2))
+    for expert, tokens, _ in _routed(module, args, "they cannot be solved.") if module.has_bias else ():
+        added[tokens] += module.down_proj_bias[expert] * _weights(args, expert, tokens)[:, None]
+    return added
+
+
+def _weights(args: tuple[Tensor, ...], expert: int, tokens: Tensor) -> Tensor:
+    """Return the weights by which a call multiplies the output of one expert, [tokens of it]."""
+    return (args[2] * (args[1] == expert))[tokens].sum(-1)
+
+
 class ExpertSums:
     """Sums over the tokens that are routed to each expert of a layer; called as a hook in front of their module.
 
@@ -65,8 +92,8 @@ class ExpertSums:
             zeros = torch.zeros(3, len(module.down_proj), dtype=torch.float64, device=args[0].device)
             self.tokens, self.norms, self.weighted = zeros
         for expert, tokens, x in _routed(module, args, "experts cannot be scored. Use --method expert_random."):
-            norms = _output(module, expert, x).double().norm(dim=-1)
-            weights = (args[2] * (args[1] == expert))[tokens].sum(-1).double()
+            norms = expert_output(module, expert, x).double().norm(dim=-1)
+            weights = _weights(args, expert, tokens).double()
             self.tokens[expert] += len(x)
             self.norms[expert] += norms.sum()
             self.weighted[expert] += (norms * weights).sum()
@@ -98,7 +125,7 @@ class ExpertNorms:
                 self.tokens, self.hidden, self.inner = zeros[:, 0], zeros[:, 1:hidden], zeros[:, hidden:]
             self.tokens[expert] += len(x)
             self.hidden[expert] += x.double().square().sum(0)
-            self.inner[expert] += _inner(module, expert, x).double().square().sum(0)
+            self.inner[expert] += expert_inner(module, expert, x).double().square().sum(0)
 
     @property
     def bytes(self) -> int:
@@ -118,7 +145,7 @@ class ExpertNorms:
         return norms[:, :, None] if module.is_transposed else norms[:, None]
 
 
-def _inner(module: Any, expert: int, x: Tensor) -> Tensor:
+def expert_inner(module: Any, expert: int, x: Tensor) -> Tensor:
     """Return the input of one expert's down projection, [tokens, ffn]."""
     weight = (module.gate_up_proj if module.has_gate else module.up_proj)[expert]
     bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias)[expert] if module.has_bias else None
@@ -126,7 +153,7 @@ def _inner(module: Any, expert: int, x: Tensor) -> Tensor:
     return module._apply_gate(out) if module.has_gate else module.act_fn(out)  # type: ignore[no-any-return]
 
 
-def _output(module: Any, expert: int, x: Tensor) -> Tensor:
+def expert_output(module: Any, expert: int, x: Tensor) -> Tensor:
     """Return the output of one expert, [tokens, hidden], without the weight of the router."""
     weight, bias = module.down_proj[expert], module.down_proj_bias[expert] if module.has_bias else None
-    return nn.functional.linear(_inner(module, expert, x), weight.T if module.is_transposed else weight, bias)
+    return nn.functional.linear(expert_inner(module, expert, x), weight.T if module.is_transposed else weight, bias)
