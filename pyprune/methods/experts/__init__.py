@@ -24,13 +24,22 @@ class ExpertOptions(MethodOptions):
     """Options of every method that removes experts.
 
     Attributes:
-        ranking: local (as many of every layer, which a stock architecture holds) or global (one order over all layers,
-            of each score over the mean of its layer).
         keep: experts that stay in every layer; None = by the ratio.
     """
 
-    ranking: Literal["local", "global"] = "local"
     keep: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
+
+
+@dataclass(frozen=True)
+class RankedOptions(ExpertOptions):
+    """Options of methods whose scores compare experts of several layers.
+
+    Attributes:
+        ranking: local (as many of every layer, which a stock architecture holds) or global (one order over all layers,
+            of each score over the mean of its layer).
+    """
+
+    ranking: Literal["local", "global"] = "local"
 
 
 def expert_method(
@@ -39,7 +48,7 @@ def expert_method(
     decide: Decide,
     *,
     choice: str,
-    options: type[ExpertOptions] = ExpertOptions,
+    options: type[ExpertOptions] = RankedOptions,
     **fields: Any,
 ) -> Method:
     """Return the registry's entry of a method of this folder.

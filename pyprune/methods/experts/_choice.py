@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from pyprune.errors import ConfigError, DataError, ScoreError
 from pyprune.families.mixtures import expert_groups, fewest_experts
 from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions, own_options
-from pyprune.methods.experts import ExpertOptions
+from pyprune.methods.experts import ExpertOptions, RankedOptions
 from pyprune.methods.layers._units import layer_runner
 from pyprune.methods.ratio import floor_count, share_of_parameters, sufficient_ratio
 from pyprune.plan import spread
@@ -183,7 +183,7 @@ class Choice:
     def _counts(self, scores: Mapping[int, Tensor]) -> tuple[dict[int, int], list[str]]:
         """Return how many experts every layer loses, and sentences about rounding."""
         local, notes = self.local_counts()
-        if own_options(self.request, ExpertOptions).ranking == "local":
+        if own_options(self.request, RankedOptions).ranking == "local":
             return local, notes
         # A step takes one expert of each group of a layer; its score is their mean, over the mean of the layer.
         steps: list[tuple[float, int, int]] = []

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.config.base import LARGEST_SEED, option
 from pyprune.methods.base import NO_RUN, PlanRequest, RunOptions, own_options
-from pyprune.methods.experts import ExpertOptions, expert_method
+from pyprune.methods.experts import RankedOptions, expert_method
 
 if TYPE_CHECKING:
     from pyprune.methods.base import PlanDecision
 
 
 @dataclass(frozen=True)
-class ExpertRandomOptions(ExpertOptions):
+class ExpertRandomOptions(RankedOptions):
     """Options of random experts.
 
     Attributes:

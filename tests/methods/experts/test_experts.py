@@ -15,7 +15,7 @@ from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
 from pyprune.methods.base import PlanDecision, PlanRequest
-from pyprune.methods.experts import ExpertOptions, reap
+from pyprune.methods.experts import RankedOptions, reap
 from pyprune.methods.registry import get_method, preset
 from pyprune.probe.experts import ExpertSums
 from pyprune.run.prune import prune_checkpoint
@@ -27,7 +27,7 @@ from tests.families.test_contract import logits
 
 SAMPLES = tiny_batch(batch=4, length=16)
 GROUPS = {"n_routed_experts": 8, "num_local_experts": 8, "n_group": 2, "topk_group": 1}
-METHODS = ("reap", "expert_frequency", "expert_norm", "expert_random")
+METHODS = ("reap", "expert_frequency", "expert_norm", "expert_random", "expert_obs")
 
 
 def decide(
@@ -89,7 +89,57 @@ def test_scores_are_the_papers_formulas_in_float64() -> None:
         assert found[method]["2"] == pytest.approx(values, rel=1e-5), method
 
 
-@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_obs_is_the_loss_that_solved_experts_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, with the router of six experts, for each of the seven that might go."""
+    monkeypatch.setattr("pyprune.methods.experts._replace.INPUTS", 7 * 44)
+    model = tiny_inferred("qwen3_moe")
+    found = scores(decide("expert_obs", model, ratio=0.15))["2"]
+    layer = model.model.layers[2].mlp
+    inputs: list[torch.Tensor] = []
+    handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, 1)))
+    logits(model, SAMPLES)
+    handle.remove()
+    layer.double()
+    x = torch.cat(inputs).double()
+    gate, up = (x @ layer.experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up  # [experts, tokens, ffn]
+    outputs = inner @ layer.experts.down_proj.transpose(1, 2)
+
+    def weights(kept: list[int]) -> torch.Tensor:
+        probabilities = torch.softmax((x @ layer.gate.weight.T)[:, kept], -1)
+        best = probabilities.topk(2)
+        chosen = torch.zeros_like(probabilities).scatter(1, best.indices, best.values)
+        return torch.zeros(len(x), 7, dtype=torch.float64).index_copy(1, torch.tensor(kept), chosen)
+
+    target = torch.einsum("te,eth->th", weights([*range(7)]), outputs)
+    solves = torch.arange(len(x)) // SAMPLES.shape[1] % 2 == 0
+    for expert in range(7):
+        kept = [other for other in range(7) if other != expert]
+        given = weights(kept)
+        rest = target - torch.einsum("te,eth->th", given, outputs)
+        features = torch.cat([given[:, other, None] * inner[other] for other in kept], 1)
+        gram = features[solves].T @ features[solves]
+        gram += 0.1 * gram.diagonal().mean() * torch.eye(len(gram))
+        solution = torch.linalg.solve(gram, features[solves].T @ rest[solves])
+        left = (rest - features @ solution)[~solves].square().sum() / target[~solves].square().sum()
+        assert found[expert] == pytest.approx(float(left), rel=1e-3)
+
+
+def test_obs_removes_several_experts_at_a_time_where_many_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model, expected in ((tiny_inferred("mixtral"), 3), (tiny_inferred("glm4_moe", **GROUPS), 2)):
+        monkeypatch.setattr("pyprune.methods.experts._replace.ROUNDS", 1)
+        for gone in decide("expert_obs", model, ratio=0.45).details["experts"]["removed"].values():
+            assert len(gone) == expected
+
+
+def test_obs_needs_text_to_judge_by() -> None:
+    model = tiny_inferred("mixtral")
+    with pytest.raises(DataError, match="expert_obs judges experts on text that it does not solve on"):
+        get_method("expert_obs").decide(model, SAMPLES[:1], PlanRequest.of(model, preset("expert_obs")))
+
+
+@pytest.mark.parametrize("method", METHODS[:4])
 def test_every_layer_loses_the_experts_of_the_smallest_scores(method: str) -> None:
     model = tiny_inferred("qwen3_moe")
     decision = decide(method, model, ratio=0.45)
@@ -177,7 +227,7 @@ def test_experts_that_read_all_tokens_are_chosen_at_random_alone() -> None:
 
 
 def test_the_number_that_stays_is_an_option() -> None:
-    assert build_config(preset="reap", settings=["reap.keep=4"]).options == ExpertOptions(keep=4)
+    assert build_config(preset="reap", settings=["reap.keep=4"]).options == RankedOptions(keep=4)
 
 
 @pytest.mark.parametrize("method", METHODS)
