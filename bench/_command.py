@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pyprune.errors import PypruneError, did_you_mean
 from pyprune.runtime.interrupts import interruptible
-from pyprune.runtime.records import RecordFile
+from pyprune.runtime.records import Json, RecordFile
 
 
 def exit_status(
@@ -117,3 +121,24 @@ def counts(text: str) -> list[int]:
 def seeds(text: str) -> list[int]:
     """Read "0,1" as seeds."""
     return [int(part) for part in text.split(",")]
+
+
+def run_command(words: Sequence[str]) -> Json:
+    """Run a command; return its wall and CPU seconds and its peak memory.
+
+    Raises:
+        PypruneError: it failed; the message is the end of what it printed.
+    """
+    started = time.monotonic()
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise PypruneError(f"{shlex.join(words)} ended with {process.returncode}: {printed[-500:]}")
+    return {
+        "seconds": round(time.monotonic() - started),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime),
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }

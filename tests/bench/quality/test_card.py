@@ -55,7 +55,7 @@ def test_a_row_is_run_measured_and_compared(tmp_path: Path, capsys: pytest.Captu
     arguments += ["--tokens", "2048", "--data", str(tmp_path), "--out", str(out), "--jsonl", str(records)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "`pyprune prune smollm2 --method random --ratio 0.2`" in printed
+    assert "`pyprune prune smollm2 --method random --ratio 0.2 --samples 16 --sequence-length 512" in printed
     dense, cut = (json.loads(line) for line in records.read_text().splitlines())
     assert cut["figures"]["parameters"] < dense["figures"]["parameters"]
     assert all(cut["figures"]["perplexity"][text] > dense["figures"]["perplexity"][text] for text in ("novel", "web"))

@@ -1,0 +1,133 @@
+"""Run what a user types, from Gemma 3 270M as a GGUF file to two servers, and record what each command takes.
+
+The dense model and one model of each method are evaluated, exported as a stock checkpoint and as a GGUF file; vLLM and
+llama.cpp then serve each pruned model and the dense one turn by turn. Seconds and CPU seconds are of whole commands,
+and memory is the peak of a command's largest process. A command needs what those before it left in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench._command import run_command
+from bench._texts import ELSEWHERE
+from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, text_identity
+from pyprune.errors import ConfigError
+from pyprune.runtime.records import Json, RecordFile
+
+GOALS = {"elder": "--ratio 0.223", "taylor": "--ratio 0.2 --uniform"}
+"""Method -> what it removes: 4 of 18 layers, or 20 % of the parameters of all layers with equal widths."""
+TOKENS = 16384
+TEXTS = {name: ELSEWHERE[name] for name in ("wikitext-2", "novel")}
+EVALUATE = " ".join((*(f"--ppl DATA/{path}" for path in TEXTS.values()), f"--max-tokens {TOKENS} --dtype float32"))
+CALIBRATION = "--samples 16 --sequence-length 512 --calibration DATA/c4_sample/train.jsonl.gz"
+TURNS = "--batch-size 16 --new-tokens 64 --prompt-tokens 1024 --repeats 5 --precision 0"
+DENSE = {
+    "export": "export GEMMA --dtype float32 --out OUT/dense",
+    "export as GGUF": "export OUT/dense --format gguf --quantise q8_0 --out OUT/dense.gguf",
+    "evaluate": f"eval OUT/dense {EVALUATE} --json JSON",
+}
+PRUNED = {
+    "prune": f"prune GEMMA --method METHOD GOAL {CALIBRATION} --out OUT/METHOD",
+    "evaluate": f"eval OUT/METHOD {EVALUATE} --json JSON",
+    "export": "export OUT/METHOD --target stock --out OUT/METHOD-stock",
+    "export as GGUF": "export OUT/METHOD --format gguf --quantise q8_0 --out OUT/METHOD.gguf",
+    "serve with vLLM": f"bench OUT/METHOD-stock --against OUT/dense --engine vllm {TURNS} --json JSON",
+    "serve with llama.cpp": f"bench OUT/METHOD.gguf --against OUT/dense.gguf --engine llamacpp {TURNS} --json JSON",
+}
+"""Step -> the command; words in capitals are replaced."""
+
+
+class Commands:
+    """The folder that the commands write to.
+
+    Raises:
+        ConfigError: no file of Gemma is given.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if options.gemma is None:
+            raise ConfigError("The commands are of Gemma 3 270M; give its GGUF file with --gemma.")
+        self.options = options
+        self.out: Path = options.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.setting: Json = {"dtype": "float32", "texts": {name: text_identity(TOKENS, "") for name in TEXTS}}
+
+    def cases(self) -> list[Case]:
+        """Return the commands of the dense model, then those of each method."""
+        cases = [Case({"method": "dense", "step": step}, task=words) for step, words in DENSE.items()]
+        for method in self.options.method:
+            for step, words in PRUNED.items():
+                command = words.replace("GOAL", GOALS[method]).replace("METHOD", method)
+                cases.append(Case({"method": method, "step": step}, task=command))
+        return cases
+
+    def measure(self, case: Case) -> Json:
+        """Run one command; read its figures from the JSON that it writes."""
+        written = self.out / "figures.json"
+        gemma = f"{self.options.gemma.parent} --gguf-file {self.options.gemma.name}"
+        places = {"GEMMA": gemma, "OUT": self.out, "JSON": written, "DATA": self.options.data}
+        typed = case.task
+        for word, place in places.items():
+            typed = typed.replace(word, str(place))
+        spent = run_command([sys.executable, "-m", "pyprune", *shlex.split(typed)])
+        found = _figures(json.loads(written.read_text(encoding="utf-8"))) if "JSON" in case.task else {}
+        return {"command": f"pyprune {case.task.replace(' --json JSON', '')}", **spent, **found}
+
+    def finish(self, case: Case, later: Sequence[Case]) -> None:
+        """Nothing is freed: later commands read what this one wrote."""
+
+
+def _figures(data: Json) -> Json:
+    """Return the perplexities of `pyprune eval`, or the tokens per second and ratios of `pyprune bench`."""
+    if "summary" not in data:
+        pairs = zip(TEXTS, data["perplexity"], strict=True)
+        return {"perplexity": {name: round(found["perplexity"], 2) for name, found in pairs}}
+    pruned = next(found for name, found in data["summary"].items() if name != data["baseline"])
+    return {name: round(pruned[name], 3) for name in ("throughput_increase", "speedup")}
+
+
+def _result(row: Json) -> Any:
+    found = row["figures"]
+    if "perplexity" in found:
+        return ", ".join(f"{name} {value}" for name, value in found["perplexity"].items())
+    if "speedup" in found:
+        return f"generation {found['throughput_increase']:.2f}, prompt {found['speedup']:.2f} times dense"
+    return None
+
+
+def _columns(rows: Sequence[Json]) -> list[Column]:
+    return [
+        Column("seconds", figure("seconds"), lambda v: round(mean(v))),
+        Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
+        Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
+        Column("result", _result, first),
+        Column("command", figure("command"), lambda v: f"`{v[0]}`"),
+    ]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M")
+    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+    parser.add_argument("--out", type=Path, default=Path("out/commands"), metavar="DIR", help="for what they write")
+
+
+def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> Commands:
+    return Commands(options)
+
+
+GRID = Grid(
+    name="commands",
+    description=__doc__,
+    open=_open,
+    layout=Layout(("method", "step"), _columns),
+    axes={"method": Axis([*GOALS])},
+    options=_options,
+)
