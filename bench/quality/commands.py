@@ -62,12 +62,12 @@ class Commands:
 
     def cases(self) -> list[Case]:
         """Return the commands of the dense model, then those of each method."""
-        cases = [Case({"method": "dense", "step": step}, task=words) for step, words in DENSE.items()]
+        commands = {("dense", step): words for step, words in DENSE.items()}
         for method in self.options.method:
             for step, words in PRUNED.items():
-                command = words.replace("GOAL", GOALS[method]).replace("METHOD", method)
-                cases.append(Case({"method": method, "step": step}, task=command))
-        return cases
+                commands[method, step] = words.replace("GOAL", GOALS[method]).replace("METHOD", method)
+        chosen = {names: words for names, words in commands.items() if names[1] in self.options.step}
+        return [Case({"method": method, "step": step}, task=words) for (method, step), words in chosen.items()]
 
     def measure(self, case: Case) -> Json:
         """Run one command; read its figures from the JSON that it writes."""
@@ -128,6 +128,6 @@ GRID = Grid(
     description=__doc__,
     open=_open,
     layout=Layout(("method", "step"), _columns),
-    axes={"method": Axis([*GOALS])},
+    axes={"method": Axis([*GOALS]), "step": Axis([*PRUNED])},
     options=_options,
 )

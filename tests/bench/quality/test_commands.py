@@ -26,10 +26,12 @@ def test_a_step_is_a_command_that_is_run_and_measured(tmp_path: Path) -> None:
     (tmp_path / "c4_sample/train.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     Case("llama", lambda plan: plan, "llama", values={"max_position_embeddings": 4096}).write(tmp_path)
     out = tmp_path / "out"
-    options = argparse.Namespace(gemma=tmp_path / "model.gguf", data=tmp_path, out=out, method=["taylor"])
-    bench = Commands(options)
-    steps = [("dense", "export"), ("taylor", "prune"), ("taylor", "evaluate")]
-    cases = [case for case in bench.cases() if tuple(case.fields.values()) in steps]
+    chosen = {"method": ["taylor"], "step": ["export", "prune", "evaluate"]}
+    bench = Commands(argparse.Namespace(gemma=tmp_path / "model.gguf", data=tmp_path, out=out, **chosen))
+    cases = bench.cases()
+    steps = [tuple(case.fields.values()) for case in cases]
+    assert steps[:2] == [("dense", "export"), ("dense", "evaluate")]
+    assert steps[2:] == [("taylor", "prune"), ("taylor", "evaluate"), ("taylor", "export")]
     figures = {(case.fields["method"], case.fields["step"]): bench.measure(case) for case in cases}
     assert set(figures["taylor", "evaluate"]["perplexity"]) == {"wikitext-2", "novel"}
     assert json.loads((out / "taylor/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
