@@ -27,7 +27,7 @@ from pyprune.checkpoint.plausible import (
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
 from pyprune.checkpoint.shards import TensorFiles, has_safetensors
-from pyprune.checkpoint.tower import has_tower, text_config, text_values
+from pyprune.checkpoint.tower import find_names, has_tower, text_config, text_values
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
 from pyprune.families import (
     all_families,
@@ -65,6 +65,34 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
         elif tied:
             model.tie_weights()
         return config, parameter_shapes(model)
+
+
+def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]], dict[str, str]] | None:
+    """Read the text tower of a local multimodal checkpoint as :func:`read_dense_config` reads other checkpoints.
+
+    Returns:
+        (configuration of the causal LM, parameter name -> shape, parameter name -> name in the files); None for a
+        checkpoint without a tower.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as :func:`read_dense_config`, or the files hold other tensors.
+    """
+    source = str(folder)
+    with actionable(source):
+        if not has_tower(read_config(Path(folder))):
+            return None
+        config, model = checked_config(source, {"trust_remote_code": False})
+        if config.tie_word_embeddings:
+            model.tie_weights()
+    shapes, buffers = parameter_shapes(model), dict(model.named_buffers())
+    own = [name for name in model.state_dict() if name in shapes or name in buffers]
+    names = find_names(own, model.base_model_prefix, TensorFiles(Path(folder)).names())
+    if names is None:
+        raise CheckpointError(
+            f"The files of {label(source)} hold other tensors than those of a {config.model_type!r} model for its text "
+            "part. Load it with pyprune and save it anew: pyprune export."
+        )
+    return config, shapes, {name: names[name] for name in shapes}
 
 
 def _has_untied_head(folder: Path, config: PretrainedConfig) -> bool:

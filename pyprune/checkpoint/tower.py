@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -323,19 +323,36 @@ def _names_in_whole(text: PreTrainedModel, whole: PreTrainedModel) -> dict[str, 
     Raises:
         UnsupportedModelError: they cannot be found, or its tower has others.
     """
-    base, stored = text.base_model_prefix + ".", whole.state_dict().keys()
-    inner = [own.removeprefix(base) for own in text.state_dict() if own.startswith(base)]
-    outer = [own for own in text.state_dict() if not own.startswith(base)]
-    starts = {name.removesuffix(inner[0]) for name in stored if name.endswith("." + inner[0])}
-    starts = {start for start in starts if {*inner} == {n.removeprefix(start) for n in stored if n.startswith(start)}}
-    heads = {own: [name for name in stored if name == own or name.endswith("." + own)] for own in outer}
-    if len(starts) != 1 or any(len(names) != 1 for names in heads.values()):
+    names = find_names(text.state_dict(), text.base_model_prefix, whole.state_dict())
+    if names is None:
         raise UnsupportedModelError(
             f"The text part of this {whole.config.model_type!r} model is not a {text.config.model_type!r} model: it "
             "has other parameters. Nothing can be removed from it."
         )
+    return names
+
+
+def find_names(names: Collection[str], base: str, stored: Collection[str]) -> dict[str, str] | None:
+    """Find the tensors of a tower among those of a multimodal model.
+
+    Args:
+        names: of all tensors of the tower as a causal LM.
+        base: of these names, the first part inside the decoder.
+        stored: names in the multimodal model, or in its files.
+
+    Returns:
+        Name in the causal LM -> name in the multimodal model; None where its tower has other tensors.
+    """
+    base += "."
+    inner = [name.removeprefix(base) for name in names if name.startswith(base)]
+    starts = {name.removesuffix(inner[0]) for name in stored if name.endswith("." + inner[0])}
+    starts = {start for start in starts if {*inner} == {n.removeprefix(start) for n in stored if n.startswith(start)}}
+    outer = [name for name in names if not name.startswith(base)]
+    heads = {own: [name for name in stored if name == own or name.endswith("." + own)] for own in outer}
+    if len(starts) != 1 or any(len(found) != 1 for found in heads.values()):
+        return None
     start = starts.pop()
-    return {base + name: start + name for name in inner} | {own: names[0] for own, names in heads.items()}
+    return {base + name: start + name for name in inner} | {own: found[0] for own, found in heads.items()}
 
 
 @torch.no_grad()

@@ -69,19 +69,22 @@ class Planned:
 
 
 def open_model(folder: Path) -> Model:
-    """Read a checkpoint folder and choose the architecture.
+    """Read a checkpoint folder, or the text tower of a multimodal one, and choose the architecture.
 
     Raises:
         CheckpointError: the folder is damaged, or its tensors are not those of its config.json.
         UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message has the reason.
     """
-    from pyprune.checkpoint.configuration import read_dense_config
+    from pyprune.checkpoint.configuration import read_dense_config, read_tower_config
 
-    config, shapes = read_dense_config(folder)
-    family = dense_family(config)
     tensors = TensorFiles(folder)
+    if tower := read_tower_config(folder):
+        config, shapes, stored = tower
+    else:
+        config, shapes = read_dense_config(folder)
+        stored = _stored_names(tensors, shapes, folder)
+    family = dense_family(config)
     tied = bool(config.tie_word_embeddings)
-    stored = _stored_names(tensors, shapes, folder)
     sizes = sizes_of(family, config, shapes, tied=tied)
     return Model(family, config, choose_form(family, config, sizes, list(stored)), sizes, tensors, stored)
 

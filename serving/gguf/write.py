@@ -159,7 +159,9 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     import gguf
 
     from pyprune.checkpoint.gguf import read_gguf_header
+    from pyprune.checkpoint.plausible import read_config
     from pyprune.checkpoint.tokenizer import load_tokenizer
+    from pyprune.checkpoint.tower import has_tower
     from pyprune.serving.checkpoints import FORMAT_KEY
     from pyprune.serving.gguf.metadata import add_metadata, rope_factors
     from pyprune.serving.gguf.tokenizer import add_tokenizer
@@ -174,6 +176,8 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     _add_plan(writer, model.tensors.folder)
     notes = add_metadata(writer, model)
     folder = model.tensors.folder
+    if has_tower(read_config(folder)):
+        notes.append("The file holds the text tower alone, which answers about text.")
     notes += add_tokenizer(writer, load_tokenizer(str(folder)), model.config.vocab_size, _ends(folder))
     factors = [Planned(name, values.shape, partial(np.asarray, values)) for name, values in rope_factors(model)]
     planned = [*factors, *planned_tensors(model)]

@@ -15,9 +15,15 @@ from pyprune.serving.adapters import foreign_adapter
 from pyprune.serving.checkpoints import Checkpoint, architecture_of, read_checkpoint, refuse_unread_sizes
 from pyprune.serving.engines import PYTHON, engine_environment, vllm_installed
 from pyprune.serving.vllm.cpu import cache_environment, cpu_warnings
-from pyprune.serving.vllm.limits import adapter_obstacle, rounding_obstacle, serving_warnings, stock_obstacle
+from pyprune.serving.vllm.limits import (
+    adapter_obstacle,
+    architecture_obstacle,
+    rounding_obstacle,
+    serving_warnings,
+    stock_obstacle,
+)
 from pyprune.serving.vllm.options import draft_config, given_options, hub_of
-from pyprune.serving.vllm.plugin import architectures, loading_obstacle
+from pyprune.serving.vllm.plugin import loading_obstacle
 from pyprune.serving.vllm.releases import (
     RUNNER,
     draft_pipeline_obstacle,
@@ -98,11 +104,8 @@ def servable(
     if not vllm_installed():
         raise MissingDependencyError("vllm", "vllm", "Serving")
     checkpoint = read_checkpoint(folder, verify=verify, server=server, hub=hub_of(extra_args))
-    if checkpoint.architecture.startswith("Pruned") and checkpoint.architecture not in architectures():
-        raise CheckpointError(
-            f"{folder} is a {checkpoint.architecture}, which the vLLM plugin does not serve "
-            f"(it serves {', '.join(sorted(architectures()))}); load it with Transformers."
-        )
+    if reason := architecture_obstacle(checkpoint.architecture):
+        raise CheckpointError(f"{folder} cannot be served: {reason}")
     refuse_unread_sizes(checkpoint, folder)
     if checkpoint.architecture.startswith("Pruned") and (reason := loading_obstacle()):
         raise CheckpointError(f"{folder} is a {checkpoint.architecture}, which pyprune's plugin serves. {reason}")

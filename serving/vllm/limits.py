@@ -42,10 +42,8 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     architecture = architecture_of(config)
     obstacles = (_head_obstacle(config), stock_obstacle(config), *_rounding_obstacles(config, architecture))
     warnings = list(filter(None, obstacles))
-    if architecture.startswith("Pruned") and architecture not in architectures():
-        warnings.append(
-            f"{architecture} loads in Transformers; the vLLM plugin serves {', '.join(sorted(architectures()))}."
-        )
+    if reason := architecture_obstacle(architecture):
+        warnings.append(reason)
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
         warnings.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
@@ -54,6 +52,17 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
         where = f"{ffn_field(config)} of {named_layers(layers)}"
         warnings.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     return tuple(warnings)
+
+
+def architecture_obstacle(architecture: str) -> str | None:
+    """Explain why the plugin does not serve a pruned architecture; None if it does, and for a stock one."""
+    if not architecture.startswith("Pruned") or architecture in architectures():
+        return None
+    if architecture.endswith("ForCausalLM"):
+        advice = "The types that it serves have 'per layer' in the table of pyprune families"
+    else:
+        advice = "It serves multimodal models whose layers have equal widths (pyprune prune --uniform)"
+    return f"{architecture} loads in Transformers, and the vLLM plugin does not serve it. {advice}."
 
 
 def stock_obstacle(config: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from tests._support.tiny import VOCAB, randomise_
 
 IMAGE = VOCAB - 1
 """The token that stands for a part of an image."""
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_hidden_layers": 5,
@@ -23,7 +23,7 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 512,
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -130,9 +130,7 @@ def tiny_tower(model_type: str) -> PreTrainedModel:
             "vision_start_token_id": IMAGE - 2,
             "vision_end_token_id": IMAGE - 3,
         }
-    config = AutoConfig.for_model(
-        model_type, text_config=_TEXT | text, vision_config=_VISION | vision, **names, **other
-    )
+    config = AutoConfig.for_model(model_type, text_config=TEXT | text, vision_config=VISION | vision, **names, **other)
     torch.manual_seed(0)
     model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
     randomise_(model, 0)

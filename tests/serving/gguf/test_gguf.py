@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.gguf import read_gguf_header
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.save import save_checkpoint
+from pyprune.checkpoint.tower import text_model
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, OutputError, UnsupportedModelError
 from pyprune.families import family_for
 from pyprune.plan import PrunePlan
@@ -27,6 +28,7 @@ from tests._support.cli import refused, run
 from tests._support.llama_cpp import VOCAB, Case, LlamaCpp, byte_level_tokenizer, identity, values_of
 from tests._support.models import tiny_model
 from tests._support.plans import keep_kv_groups
+from tests._support.towers import tiny_tower
 
 gguf = pytest.importorskip("gguf")
 
@@ -54,6 +56,20 @@ def no_mlp(plan: PrunePlan) -> PrunePlan:
 def fewer(plan: PrunePlan) -> PrunePlan:
     """Two layers and a part of the hidden channels, alike everywhere."""
     return plan.drop_layers([0, 2]).keep_hidden(range(4, 40))
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", pytest.param("qwen2_5_vl", marks=pytest.mark.second)])
+def test_a_text_tower_is_written_as_its_text_model_is(model_type: str, tmp_path: Path) -> None:
+    whole = tiny_tower(model_type)
+    save_checkpoint(whole, byte_level_tokenizer(), tmp_path / "whole", plan=None, provenance={})
+    text = text_model(whole)
+    del text.tower
+    save_checkpoint(text, byte_level_tokenizer(), tmp_path / "text", plan=None, provenance={})
+    reports = [export_gguf(tmp_path / name, tmp_path / f"{name}.gguf", quantise="f32") for name in ("whole", "text")]
+    assert "text tower alone" in " ".join(reports[0].notes)
+    tensors = [{t.name: t.data for t in gguf.GGUFReader(report.path).tensors} for report in reports]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(np.array_equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}

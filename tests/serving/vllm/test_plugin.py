@@ -69,8 +69,7 @@ def test_the_families_say_what_is_served() -> None:
 def without_llama(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if LLaMA were of a package that brings no layer for vLLM."""
     known = {name: target for name, target in architectures().items() if name != "PrunedLlamaForCausalLM"}
-    for module in ("vllm.command", "vllm.limits"):
-        monkeypatch.setattr(f"pyprune.serving.{module}.architectures", lambda: known)
+    monkeypatch.setattr("pyprune.serving.vllm.limits.architectures", lambda: known)
 
 
 @pytest.mark.usefixtures("without_llama")
@@ -97,8 +96,9 @@ def test_sizes_per_layer_that_vllm_cannot_serve_are_refused_before_it_starts(
     with pytest.raises(ConfigError, match="widths differ between layers"):
         export(model, tmp_path / "stock", plan=plan, target="stock")
     written = export(model, tmp_path / "out", plan=plan)
-    assert any("the vLLM plugin serves Pruned" in warning for warning in written.warnings)
-    with pytest.raises(CheckpointError, match=f"{written.architecture}, which the vLLM plugin does not serve"):
+    reason = f"{written.architecture} loads in Transformers, and the vLLM plugin does not serve it"
+    assert any(reason in warning for warning in written.warnings)
+    with pytest.raises(CheckpointError, match=reason):
         serve_command(tmp_path / "out")
 
 
