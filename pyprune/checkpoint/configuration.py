@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, GenerationConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
@@ -15,6 +17,7 @@ import pyprune.modeling  # noqa: F401  (registers the pruned architectures with 
 from pyprune.checkpoint.damage import actionable, label, read_mapping
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
 from pyprune.checkpoint.gguf_config import check_architecture, complete_config
+from pyprune.checkpoint.placement import Placement, forget_multi_token_, place_tensors
 from pyprune.checkpoint.plausible import (
     CONFIG,
     check_config,
@@ -26,10 +29,11 @@ from pyprune.checkpoint.plausible import (
     stored_elements,
 )
 from pyprune.checkpoint.record import has_record, read_pruning_json
-from pyprune.checkpoint.shards import TensorFiles, has_safetensors
+from pyprune.checkpoint.shards import TensorFiles
 from pyprune.checkpoint.tower import find_names, has_tower, text_config, text_values
 from pyprune.errors import CheckpointError, UnsupportedModelError, did_you_mean, shown
 from pyprune.families import (
+    Family,
     all_families,
     dense_family,
     family_of_type,
@@ -43,12 +47,34 @@ QUANTISED_PER_ELEMENT = 8
 """Weights in a stored element of a quantised checkpoint, at most: eight of 4 bits in a word of 32."""
 
 
-def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]]]:
-    """Read the configuration of a local checkpoint, compared with its weight files, and the shapes it asks for.
+@dataclass(frozen=True)
+class DenseFiles:
+    """What the configuration of a local checkpoint and the headers of its files say of its model.
 
-    Returns:
-        (configuration, parameter name -> shape). A tied head has no entry; one that is stored with other values than
-        the embedding is not tied, whatever config.json says.
+    Attributes:
+        config: a head that is stored with other values than the embedding is not tied, whatever config.json says.
+        model: on the meta device, tied.
+        placement: where its tensors are in the files.
+    """
+
+    config: PretrainedConfig
+    model: Any
+    placement: Placement
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return parameter name -> shape; a tied head has no entry."""
+        return parameter_shapes(self.model)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the tensors, by name, that files hold besides the parameters."""
+        stored = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
+
+
+def read_dense_files(folder: str | Path) -> DenseFiles:
+    """Read the configuration of a local checkpoint with safetensors, and compare it with the weight files.
 
     Raises:
         CheckpointError: config.json or the weight files are damaged, or they do not belong together.
@@ -59,23 +85,25 @@ def read_dense_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     with actionable(source):
         _refuse_wrapper(read_config(Path(folder)), source)
         config, model = checked_config(source, {"trust_remote_code": False})
+        files = TensorFiles(Path(folder))
+        placement = place_tensors(files, model)
         tied = getattr(config, "tie_word_embeddings", False)
-        if tied and _has_untied_head(Path(folder), config):
+        if tied and _has_untied_head(files, placement, dense_family(config)):
             config.tie_word_embeddings = False
         elif tied:
             model.tie_weights()
-        return config, parameter_shapes(model)
+        return DenseFiles(config, model, placement)
 
 
 def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]], dict[str, str]] | None:
-    """Read the text tower of a local multimodal checkpoint as :func:`read_dense_config` reads other checkpoints.
+    """Read the text tower of a local multimodal checkpoint as :func:`read_dense_files` reads other checkpoints.
 
     Returns:
         (configuration of the causal LM, parameter name -> shape, parameter name -> name in the files); None for a
         checkpoint without a tower.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as :func:`read_dense_config`, or the files hold other tensors.
+        CheckpointError, UnsupportedModelError: as :func:`read_dense_files`, or the files hold other tensors.
     """
     source = str(folder)
     with actionable(source):
@@ -95,22 +123,14 @@ def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     return config, shapes, {name: names[name] for name in shapes}
 
 
-def _has_untied_head(folder: Path, config: PretrainedConfig) -> bool:
-    """Check whether a folder's safetensors hold a head with other values than the embedding."""
-    if not has_safetensors(folder):
+def _has_untied_head(files: TensorFiles, placement: Placement, family: Family) -> bool:
+    """Check whether files hold a head with other values than the embedding."""
+    rows = [row for row in family.rows if row.axes == ("vocab", "hidden")]
+    found = {row.role: place for name, place in placement.tensors.items() for row in rows if row.regex.match(name)}
+    if len(found) < 2:
         return False
-    family = dense_family(config)
-    vocabulary = [row for row in family.rows if row.axes == ("vocab", "hidden")]
-    files, names = TensorFiles(folder), {}
-    for name in files.names():
-        for row in vocabulary:
-            parameter = family.parameter_name(name)
-            if row.regex.match(parameter) or row.regex.match(f"model.{parameter}"):  # the decoder alone may be stored
-                names[row.role] = name
-    if len(names) < 2:
-        return False
-    head = files.read(names["head"])
-    return not torch.equal(head, files.read(names["embedding"]).to(head.dtype))
+    head, embedding = (found[role].read(files.read) for role in ("head", "embedding"))
+    return not torch.equal(head, embedding.to(head.dtype))
 
 
 def read_generation_config(folder: str | Path) -> GenerationConfig | None:
@@ -203,6 +223,7 @@ def load_config(source: str, **options: Any) -> Any:
             )
         config = AutoConfig.from_pretrained(source, **options)
         config = text_config(config) if has_tower(values) else config
+        forget_multi_token_(config)
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
         raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error

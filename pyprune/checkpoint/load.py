@@ -27,20 +27,21 @@ from pyprune.checkpoint.configuration import (
     checked_values,
     is_folder,
     load_config,
+    read_dense_files,
     read_gguf_config,
 )
 from pyprune.checkpoint.damage import actionable, label
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.manifest import PruningRecord
+from pyprune.checkpoint.placement import Placement, forget_multi_token_, multi_token_names, remember_placement
 from pyprune.checkpoint.plausible import CONFIG, check_config, check_parameters, read_config
 from pyprune.checkpoint.record import has_record, read_pruning_json, read_record
 from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors, weight_files
-from pyprune.checkpoint.stored import StoredModel, unknown_name
+from pyprune.checkpoint.stored import StoredModel
 from pyprune.checkpoint.tokenizer import load_tokenizer
 from pyprune.checkpoint.tower import closed_axes, has_tower, text_model, text_values
 from pyprune.errors import CheckpointError, ConfigError, MissingDependencyError, did_you_mean
 from pyprune.families import find_family, parameter_shapes
-from pyprune.families.base import is_mixture
 from pyprune.modeling.configuration import PrunedConfigMixin
 from pyprune.runtime.device import DTYPES, resolve_device
 from pyprune.runtime.files import file_digest
@@ -246,13 +247,14 @@ class ModelSource:
             return None
         if family.layers_alone:
             return f"{family.model_type!r} models have no table of their parameters"
-        if family.mixture_fields and any(map(is_mixture, family.layer_kinds(load_config(str(self.folder))))):
-            return f"the files of {family.model_type!r} models hold one tensor for each expert"
-        if family.stored_buffers:
-            return f"the files of {family.model_type!r} models hold buffers, which no table describes"
-        if name := unknown_name(self.folder, family):
-            return f"its files hold {name}, a name that only Transformers can translate"
+        if unknown := self._placement.unknown:
+            return f"its files hold {unknown[0]}, a name that only Transformers can translate"
         return None
+
+    @cached_property
+    def _placement(self) -> Placement:
+        """Return where the tensors of the model are in the safetensors of the folder."""
+        return read_dense_files(cast(Path, self.folder)).placement
 
     def layers_obstacle(self) -> str | None:
         """Return why the layers cannot be read one at a time while the model runs; None where they can.
@@ -335,6 +337,9 @@ class ModelSource:
         _check_loaded(source, model, info)
         _correct_tying(model)
         model = text_model(model) if auto is AutoModelForMultimodalLM else model
+        forget_multi_token_(model.config)
+        if gguf_file is None and not quantised and self.folder is not None:
+            remember_placement(model, TensorFiles(self.folder))
         check_model_type(model.config.model_type)
         if gguf_file is not None:
             _forget_quantisation(model)
@@ -420,9 +425,9 @@ def check_filled(source: str, info: Mapping[str, Any]) -> None:
         CheckpointError: weights are missing, or some have another shape or no place in the model.
     """
     problems = [
-        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:3])}"
+        f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, found))[:3])}"
         for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs")
-        if info.get(kind)
+        if (found := {*(info.get(kind) or ())} - {*multi_token_names(info.get("unexpected_keys") or ())})
     ]
     if problems:
         raise CheckpointError(

@@ -365,13 +365,13 @@ def _write_file(path: Path, entries: Sequence[Entry], tensors: Iterator[tuple[st
 
 
 def _write_tensor(writer: _BackgroundWriter, entry: Entry, name: str, pieces: Iterable[Tensor]) -> None:
-    rows = 0
+    rows, count = 0, entry.shape[0] if entry.shape else 1  # a single number has no rows
     for piece in pieces:
-        rows += len(piece)
+        rows += len(piece) if piece.ndim else 1
         if (name, piece.dtype, *piece.shape[1:]) != (entry.name, entry.dtype, *entry.shape[1:]):
             raise RuntimeError(f"{name} {piece.dtype} {tuple(piece.shape)} came where {entry} was announced.")
         writer.put(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    if (name, rows) != (entry.name, entry.shape[0]):
+    if (name, rows) != (entry.name, count):
         raise RuntimeError(f"{rows} rows of {name} came where {entry} was announced.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from pyprune.checkpoint.configuration import read_dense_config
+from pyprune.checkpoint.configuration import read_dense_files
+from pyprune.checkpoint.placement import StoredTensor
 from pyprune.checkpoint.shards import Entry, Place, TensorFiles, check_finite, map_tensor, read_header
 from pyprune.errors import CheckpointError, OutputError
-from pyprune.families import Family, NamedParam, family_for, parameter_shapes
+from pyprune.families import NamedParam, family_for, parameter_shapes
 from pyprune.runtime.disk import disk_errors, reason
-
-COMPUTED = "rotary_emb.inv_freq"
-"""End of names in old files of values that the model computes."""
 
 
 class StoredModel:
@@ -42,6 +40,8 @@ class StoredModel:
         dtype: see above.
         device: see above.
         files: its tensors.
+        placement: where the tensors of the model are in the files.
+        buffers: names of tensors that the files hold besides the parameters.
         config: its configuration; a head that is stored with other values than the embedding is not tied.
         family: of the model.
 
@@ -67,13 +67,18 @@ class StoredModel:
         self._in_range: set[str] = set()
         self._transform: Callable[[NamedParam], None] | None = None
         self.files = TensorFiles(self.folder)
-        self.config, self._shapes = read_dense_config(self.folder)
+        dense = read_dense_files(self.folder)
+        self.config, self.placement = dense.config, dense.placement
+        self._shapes, self.buffers = dense.shapes, list(dense.buffers)
         self.family = family_for(self.config)
-        self._where = self._parameter_names()
-        self._check_shapes()
+        known = {*self._shapes, *self.buffers}
+        position = {name: number for number, name in enumerate(self.files.names())}
+        places = sorted(self.placement.tensors.items(), key=lambda item: position[item[1].names(0)[0]])
+        self._where = {name: place for name, place in places if name in known}
+        self._check_shapes({**self._shapes, **{name: tuple(b.shape) for name, b in dense.buffers.items()}})
 
     def model(self) -> PreTrainedModel:
-        """Build the dense model in eval mode, its parameters without memory (on the meta device), its buffers computed.
+        """Build the dense model in eval mode, its parameters without memory (on the meta device), its buffers with it.
 
         It includes parameters that :meth:`replace` has added.
         """
@@ -87,6 +92,8 @@ class StoredModel:
             shape = self._replaced[name].entry.shape
             added = nn.Parameter(torch.empty(shape, dtype=model.dtype, device="meta"), requires_grad=False)
             model.get_submodule(owner).register_parameter(last, added)
+        for name in self.buffers:
+            model.get_buffer(name).copy_(self.map_tensor(name))
         return model
 
     def check(self, model: PreTrainedModel) -> None:
@@ -98,18 +105,20 @@ class StoredModel:
         Raises:
             CheckpointError: tensors are missing, foreign, not finite, or beyond the range of ``dtype``.
         """
-        shapes = parameter_shapes(model)
-        foreign = sorted(self._where.keys() - shapes.keys())
-        if foreign:
-            raise CheckpointError(
-                f"{self.folder} holds {foreign[0]}, for which the model of its config.json has no place. The "
-                "checkpoint is damaged or its config.json was changed."
-            )
-        for name in shapes:
+        self.refuse_foreign()
+        for name in parameter_shapes(model):
             if self.dtype == torch.float16:
                 self.read(name)
             else:
-                self.map_tensor(name)
+                self._check_finite(name)
+
+    def refuse_foreign(self) -> None:
+        """Refuse files with tensors that have no place in the model."""
+        if self.placement.unknown:
+            raise CheckpointError(
+                f"{self.folder} holds {self.placement.unknown[0]}, for which the model of its config.json has no "
+                "place. The checkpoint is damaged or its config.json was changed."
+            )
 
     def replace(self, name: str, values: Tensor) -> None:
         """Use these values of a parameter instead of the checkpoint's from now on, or add a parameter.
@@ -174,17 +183,45 @@ class StoredModel:
         """
         if name in self._replaced:
             return map_tensor(self._replaced[name])
+        return self._stored(name).read(self.read_file)
+
+    def map_part(self, name: str, index: int) -> Tensor:
+        """Return a part of a tensor, such as one expert [1, ...]; see :meth:`map_tensor`.
+
+        Args:
+            name: of the parameter.
+            index: of the part, below the number of :meth:`place`.
+        """
+        if name in self._replaced:
+            return self.map_tensor(name)[index : index + 1]
+        return self._stored(name).part(index, self.read_file)
+
+    def place(self, name: str) -> StoredTensor:
+        """Return where a parameter is in the files, or would be under its own name."""
+        return self.placement.of(name)
+
+    def read_file(self, name: str) -> Tensor:
+        """Map a tensor from its file, by its name there; its values are checked once."""
+        tensor = self.files.read(name)
+        if name not in self._finite:  # some are read in every pass
+            check_finite(name, tensor, self.folder)
+            self._finite.add(name)
+        return tensor
+
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self._where:
             shape = self._shapes.get(name)
             raise CheckpointError(
                 f"{name} of {self.folder} is missing; by config.json its shape is {shape}. The checkpoint is "
                 "incomplete or its config.json was changed; fetch it again."
             )
-        tensor = self.files.read(self._where[name])
-        if name not in self._finite:  # some are read in every pass
-            check_finite(name, tensor, self.folder)
-            self._finite.add(name)
-        return tensor
+        return self._where[name]
+
+    def _check_finite(self, name: str) -> None:
+        if name not in self._replaced:
+            place = self._stored(name)
+            for stored in (stored for part in range(place.parts) for stored in place.names(part)):
+                self.read_file(stored)
 
     def read(self, name: str) -> Tensor:
         """Read a tensor by its parameter name, in ``dtype`` on ``device``.
@@ -216,58 +253,40 @@ class StoredModel:
     @property
     def names(self) -> list[str]:
         """Return the names of the parameters that Transformers loads, in the order of the files."""
-        return list(dict.fromkeys((*self._where, *self._replaced)))
+        buffers = {*self.buffers}
+        return [name for name in dict.fromkeys((*self._where, *self._replaced)) if name not in buffers]
 
     def entry(self, name: str) -> Entry:
         """Return shape and stored dtype of a parameter, by its name."""
         if name in self._replaced:
             return self._replaced[name].entry
-        stored = self._where[name]
-        return Entry(name, self.files.dtype(stored), self.files.shape(stored))
+        place = self._where[name]
+        return Entry(name, cast(torch.dtype, place.dtype), self._found_shape(place))
 
-    def _parameter_names(self) -> dict[str, str]:
-        """Return parameter name -> name in the files."""
-        names: dict[str, str] = {}
-        for name in self.files.names():
-            if name.endswith(COMPUTED):
-                continue
-            dense = _parameter_name(self.family, name) or name
-            if self.family.match(dense)[0].role == "head" and self.config.tie_word_embeddings:
-                continue
-            if dense in names:
-                raise CheckpointError(
-                    f"{self.folder} holds {dense} twice, as {names[dense]} and as {name}; it is unclear which one "
-                    "is valid. Fetch or write the checkpoint again."
-                )
-            names[dense] = name
-        return names
+    def _found_shape(self, place: StoredTensor) -> tuple[int, ...]:
+        """Return the shape of a parameter by the shapes in the files, of which those of experts are alike."""
+        first = place.part(0, lambda name: torch.empty(self.files.shape(name), device="meta"))
+        return (place.parts, *first.shape[1:]) if place.is_merged else tuple(first.shape)
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Compare shapes with the dense model's: a cut would take a part of a larger tensor as the whole."""
-        for dense, name in self._where.items():
-            shape = self.files.shape(name)
-            expected = self._shapes.get(dense, shape)  # a foreign tensor is refused where the output is planned
-            if shape != expected:
+        for name, place in self._where.items():
+            unlike = [n for part in range(1, place.parts) for n in self._unlike_first(place, part)]
+            stored = (unlike or place.names(0))[0]
+            try:
+                shape = self.files.shape(stored) if unlike else self._found_shape(place)
+            except RuntimeError:  # parts that cannot be joined
+                shape, unlike = self.files.shape(stored), [stored]
+            if unlike or shape != expected[name]:
                 raise CheckpointError(
-                    f"{name} of {self.folder} has the shape {shape}, but by its config.json it is {expected}. The "
-                    "checkpoint is damaged or its config.json was changed."
+                    f"{stored} of {self.folder} has the shape {shape}, but by its config.json {name} is "
+                    f"{expected[name]}. The checkpoint is damaged or its config.json was changed."
                 )
 
-
-def unknown_name(folder: Path, family: Family) -> str | None:
-    """Return the first name in the safetensors of a folder that no row of its family describes; None if there is none.
-
-    Raises:
-        CheckpointError: the files are damaged.
-    """
-    names = (name for name in TensorFiles(folder).names() if not name.endswith(COMPUTED))
-    return next((name for name in names if _parameter_name(family, name) is None), None)
-
-
-def _parameter_name(family: Family, name: str) -> str | None:
-    """Return the model's name of a tensor: some checkpoints hold the decoder without the causal LM around it."""
-    name = family.parameter_name(name)
-    return next((n for n in (name, f"model.{name}") if any(row.regex.match(n) for row in family.rows)), None)
+    def _unlike_first(self, place: StoredTensor, part: int) -> list[str]:
+        """Return the tensors of one expert that have other shapes than those of the first one."""
+        pairs = zip(place.names(part), place.names(0), strict=True)
+        return [name for name, first in pairs if self.files.shape(name) != self.files.shape(first)]
 
 
 def build_without_parameters(config: PretrainedConfig) -> PreTrainedModel:

@@ -67,18 +67,18 @@ def _use_loaded_sizes(checkpoint: Checkpoint) -> Checkpoint:
 
     Files may hold more (a tied head, buffers of early releases), and config.json may leave sizes to its class.
     """
-    from pyprune.checkpoint.configuration import read_dense_config
+    from pyprune.checkpoint.configuration import read_dense_files
     from pyprune.errors import CheckpointError, UnsupportedModelError
 
     if "quantization_config" in checkpoint.config:
         return checkpoint
     try:
-        config, shapes = read_dense_config(checkpoint.folder)
+        files = read_dense_files(checkpoint.folder)
     except (CheckpointError, UnsupportedModelError):
         return checkpoint
     stated = {name: value for name, value in checkpoint.config.items() if value is not None}
-    parameters = sum(map(prod, shapes.values()))
-    return replace(checkpoint, config={**config.to_dict(), **stated}, parameters=parameters)
+    parameters = sum(map(prod, files.shapes.values()))
+    return replace(checkpoint, config={**files.config.to_dict(), **stated}, parameters=parameters)
 
 
 def _sizes(checkpoint: Checkpoint) -> Rows:

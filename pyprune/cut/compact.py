@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     assert_proven(family, compact_)
     target = choose_target(family, model.config, plan, class_obstacle(model))
     before = count_parameters(model)
+    placement = getattr(model, "placement", None)
     tower = getattr(model, "tower", None)
     if tower is not None and plan.removed_hidden:
         factor = stream_scale(family, plan, tied=bool(model.config.tie_word_embeddings))
@@ -85,6 +86,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     if family.layers_alone:
         check_shorter(model, plan, target.config)
         _become(model, shorter_model(model, plan.kept_layers, family.layers_path, target.config))
+        _keep_placement(model, placement, family, plan)
         return CompactReport(before, count_parameters(model), type(model).__name__, stock=True, reasons=())
     if plan.removed_hidden and family.gauges(model.config):
         gauge_(model, plan.hidden)
@@ -95,6 +97,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     smaller.tie_weights()
     _check_complete(smaller, state)
     _become(model, smaller)
+    _keep_placement(model, placement, family, plan)
     return CompactReport(
         dense_parameters=before,
         parameters=count_parameters(model),
@@ -140,6 +143,10 @@ class TensorCut:
     offset: float
     experts: Tensor | None = None
 
+    def kept_experts(self, count: int) -> Sequence[int]:
+        """Return the kept positions along the first of three dimensions, which has ``count``."""
+        return range(count) if self.experts is None else self.experts.tolist()
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return the cut tensor, any dtype."""
         if tensor.ndim > 2 and self.rows is None and self.columns is None:  # of a convolution, or whole experts
@@ -151,7 +158,11 @@ class TensorCut:
         return slice_gather(tensor, self.rows, self.columns, self.factor, offset=self.offset)
 
     def pieces(self, tensor: Tensor, buffers: Buffers) -> Iterator[Tensor]:
-        """Yield the cut tensor in runs of rows that fit the buffers."""
+        """Yield the cut tensor in runs of rows that fit the buffers; of three dimensions that are cut, in experts."""
+        if tensor.ndim == 3 and not (self.rows is self.columns is self.experts is None):
+            one = replace(self, experts=None)
+            yield from (one.of(tensor[expert : expert + 1]) for expert in self.kept_experts(len(tensor)))
+            return
         inner, tensor = tensor.shape[1:], _as_matrix(tensor)
         rows = torch.arange(len(tensor)) if self.rows is None else self.rows
         row_shape = tensor.shape[1:] if self.columns is None else self.columns.shape
@@ -211,8 +222,13 @@ def _kept_buffers(model: PreTrainedModel, family: Family, plan: PrunePlan) -> It
     stored = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
     for name, new in kept_names(buffers, family.layers_path, plan.kept_layers):
-        cut = tensor_cut(name, family, plan, tied=False) if family.buffer_row(name) else None
-        yield new, cut.of(buffers[name]) if cut else buffers[name].detach().clone()
+        yield new, cut_buffer(name, buffers[name].detach(), family, plan).clone()
+
+
+def cut_buffer(name: str, buffer: Tensor, family: Family, plan: PrunePlan) -> Tensor:
+    """Return what a plan leaves of a buffer of a kept layer, or outside of the layers: all of it, or kept experts."""
+    cut = tensor_cut(name, family, plan, tied=False) if family.buffer_row(name) else None
+    return buffer if cut is None else cut.of(buffer)
 
 
 def become_shapes_(model: PreTrainedModel, config: PretrainedConfig) -> None:
@@ -254,3 +270,9 @@ def _become(model: PreTrainedModel, other: PreTrainedModel) -> None:
     model.name_or_path = name_or_path
     if tower is not None:  # pyprune.checkpoint.tower puts the smaller model back into it
         model.tower = tower
+
+
+def _keep_placement(model: PreTrainedModel, placement: Any, family: Family, plan: PrunePlan) -> None:
+    """Keep with a cut model where the tensors of the kept layers were in files; pyprune.checkpoint writes by it."""
+    if placement is not None:
+        model.placement = placement.kept(family.layers_path, plan.kept_layers)

@@ -48,14 +48,7 @@ def mask_(model: PreTrainedModel, plan: PrunePlan) -> None:
         return
     for param in named_axes(model):
         masking.apply_(param)
-    for name, buffer in model.named_buffers():
-        if (row := family.buffer_row(name)) is not None:
-            index = int(row.regex.fullmatch(name)["i"])  # type: ignore[index]
-            masking.apply_(NamedParam(name, cast(nn.Parameter, buffer), row, index))
-    close_removed_experts(model, plan)
-    for index in plan.removed_layers:
-        for name in family.layer_scales:
-            decoder_layers(model)[index].get_buffer(name).fill_(1)
+    masking.apply_beside_parameters_(model)
 
 
 def close_removed_experts(model: PreTrainedModel, plan: PrunePlan) -> None:
@@ -105,6 +98,18 @@ class Masking:
             chooses = param.row.counts_experts and not block_is_skipped(param.row, layer)
             zero = -torch.inf if chooses else -self._family.offset(param.row)
             _zero_removed(param, layer, self._plan, zero=zero)
+
+    @torch.no_grad()
+    def apply_beside_parameters_(self, model: PreTrainedModel) -> None:
+        """Mask what a model, whose weights may be elsewhere, has besides parameters: buffers and choices of routers."""
+        for name, buffer in model.named_buffers():
+            if (row := self._family.buffer_row(name)) is not None:
+                index = int(row.regex.fullmatch(name)["i"])  # type: ignore[index]
+                self.apply_(NamedParam(name, cast(nn.Parameter, buffer), row, index))
+        close_removed_experts(model, self._plan)
+        for index in self._plan.removed_layers:
+            for name in self._family.layer_scales:
+                decoder_layers(model)[index].get_buffer(name).fill_(1)
 
 
 def _zero_removed(param: NamedParam, layer: LayerPlan | None, plan: PrunePlan, *, zero: float) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from pyprune.cut.compact import TensorCut, tensor_cut
+from pyprune.cut.compact import TensorCut, cut_buffer, tensor_cut
 from pyprune.cut.mask import gauge_weight
 from pyprune.cut.projections import ExpertProjection, Gain, Projection
 from pyprune.cut.steps import Step
@@ -216,12 +216,13 @@ class CopiedLayers(CutSide):
             copied = {name: cut.of(self._to_gauge(index, name, dense)) for name, cut in cuts.items()}
             buffers = dict(dense.named_buffers())
         names = [name for name, _ in layer.named_buffers() if name in buffers]  # stored or computed
-        buffers = {name: self._cut_buffer(index, name, buffers[name]) for name in names}
+        place = f"{self.family.layers_path}.{index}"
+        buffers = {name: cut_buffer(f"{place}.{name}", buffers[name], self.family, self.plan) for name in names}
         lacking = layer.load_state_dict(copied, strict=False, assign=True).missing_keys
         # Stock architectures have biases that the dense model lacks.
         for name, values in (dict.fromkeys(lacking) | buffers).items():
-            place, _, part = name.rpartition(".")
-            setattr(layer.get_submodule(place), part, values)
+            owner, _, part = name.rpartition(".")
+            setattr(layer.get_submodule(owner), part, values)
         self.copied_bytes = max(self.copied_bytes, sum(p.nbytes for p in layer.parameters()))
         yield layer
         if self.changed:
@@ -231,12 +232,6 @@ class CopiedLayers(CutSide):
                 self.runner.keep(index, self.changed)
         self.changed.clear()
         layer.to("meta")
-
-    def _cut_buffer(self, index: int, name: str, values: Tensor) -> Tensor:
-        """Return a stored or computed buffer of a layer without removed experts."""
-        name = f"{self.family.layers_path}.{index}.{name}"
-        cut = tensor_cut(name, self.family, self.plan, tied=False) if self.family.buffer_row(name) else None
-        return values if cut is None else cut.of(values)
 
     def _cuts(self, index: int, layer: nn.Module) -> dict[str, TensorCut]:
         place = f"{self.family.layers_path}.{index}"

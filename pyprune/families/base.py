@@ -339,8 +339,6 @@ class Family:
         layers_alone: reason why the type has no table, and nothing is removed but whole layers; "" = it has one.
         plan_obstacle: (config, plan) -> reason why a model of the type cannot lose what a plan removes, or None.
         refused_switches: switch of the configuration -> (the value that is not supported, the reason).
-        stored_buffers: checkpoints hold tensors that are no parameters, so that they are not cut from file to file.
-        stored_names: parameter name -> its name in files of the stock architecture, if it differs.
         build_layer: (layer class, config of one layer, index) -> decoder layer at that layer's sizes; for stock layers
             that do not read every size from the configuration.
         vllm_layer: import path "module:name" of the vLLM decoder layer that reads sizes per layer, for families that
@@ -397,8 +395,6 @@ class Family:
     layers_alone: str = ""
     plan_obstacle: Callable[[PretrainedConfig, PrunePlan], str | None] = lambda config, plan: None
     refused_switches: Mapping[str, tuple[bool | None, str]] = field(default_factory=dict)
-    stored_buffers: bool = False
-    stored_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     build_layer: Callable[[type[nn.Module], Any, int], nn.Module] = _stock_layer
     vllm_layer: str = ""
     vllm: str = ""
@@ -544,10 +540,6 @@ class Family:
         """Return the row of a buffer with a number for each expert; None for any other buffer."""
         rows = (row for row in self.rows if row.counts_experts)
         return next((row for row in rows if row.regex.match(name)), None)
-
-    def parameter_name(self, name: str) -> str:
-        """Return the name of a parameter by its name in files (:attr:`stored_names`)."""
-        return next((own for own, stored in self.stored_names.items() if stored == name), name)
 
     def layers(self, model: PreTrainedModel) -> nn.ModuleList:
         """Return the decoder layers; each maps hidden states [B, T, H] to hidden states [B, T, H]."""

@@ -142,7 +142,6 @@ def _family(model_type: str, package: str, name: str, experts: Mapping[Axis, str
         build_layer=_narrow_layer,
         scaled_embedding=True,
         begins_with_bos=True,
-        stored_buffers=True,
         last_word="full_attention",
         layer_fields=("head_dim", "num_key_value_heads"),
         layer_inputs="hidden_size_per_layer_input",

@@ -85,7 +85,6 @@ FAMILIES = (
         parallel=True,
         has_head_dim_field=False,
         block_sizes=_block_sizes,
-        stored_names={"lm_head.weight": "embed_out.weight"},
         build_layer=_build_layer,
         refuse=_refuse,
     ),

@@ -483,8 +483,6 @@ def _merge(facts: _Facts, other: _Facts, *, is_variant: bool = False) -> None:
     if is_variant:  # what it lacks counts as equal
         modules |= {block: names for block, names in facts.modules.items() if {*names} >= {*modules.get(block, names)}}
         blocks |= facts.blocks()
-    buffers = "stored_buffers"  # a question of files alone
-    facts.flags[buffers] = other.flags[buffers] = facts.flags[buffers] or other.flags[buffers]
     if (facts.flags, facts.modules, facts.blocks() | blocks) != (other.flags, modules, blocks):
         raise _Obstacle("its norms, its embedding or its blocks are then of another kind")
     facts.layers |= other.layers
@@ -511,7 +509,6 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
     for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
         if tuple(model.get_buffer(name).shape) == (TINY_EXPERTS,):  # what corrects the choice of a router
             _add_row(facts, model, name, (TINY_EXPERTS,))
-    facts.flags["stored_buffers"] = bool(model.state_dict().keys() - dict(model.named_parameters()).keys())
     _check_projections(facts)
     for row in [row for row in facts.rows.values() if row.role == "writer" and row.pattern.endswith(".weight")]:
         bias = row.pattern.removesuffix("weight") + "bias"  # compensation adds one where the model has none

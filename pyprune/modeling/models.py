@@ -11,6 +11,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import Family, all_families, family_of_type, find_family, resolve
@@ -198,7 +202,16 @@ def pruned_model_class(model_type: str) -> Any:
     if family.pruned_model not in globals():
         model_class = globals().setdefault(family.pruned_model, _make_model_class(family))
         AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
+        _register_conversions(family, model_class)
     return globals()[family.pruned_model]
+
+
+def _register_conversions(family: Family, model_class: Any) -> None:
+    """Let Transformers read and write the names in files of a pruned model as those of the stock model."""
+    stock = family.classes.model.rpartition(":")[2]
+    tables = get_checkpoint_conversion_mapping(stock) or get_checkpoint_conversion_mapping(family.model_type)
+    if tables:
+        register_checkpoint_conversion_mapping(model_class.config_class.model_type, tables, overwrite=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,12 +23,13 @@ from pyprune.checkpoint.save import convert_weight
 from pyprune.checkpoint.shards import Entry, check_finite, largest_shard, write_shards
 from pyprune.checkpoint.stored import StoredModel, build_without_parameters
 from pyprune.checkpoint.tokenizer import copy_tokenizer
-from pyprune.cut.compact import Buffers, CompactReport, TensorCut, compact_, tensor_cut
+from pyprune.cut.compact import Buffers, CompactReport, TensorCut, compact_, cut_buffer, tensor_cut
 from pyprune.cut.mask import gauge_weight
 from pyprune.cut.proof import assert_proven
+from pyprune.cut.shorter import kept_names
 from pyprune.cut.target import choose_target, zero_biases
 from pyprune.errors import CheckpointError
-from pyprune.families import check_plan, find_family, shapes_after
+from pyprune.families import check_plan, shapes_after
 from pyprune.plan import PrunePlan
 from pyprune.runtime.files import atomic_folder, check_output
 
@@ -102,6 +103,8 @@ class StreamedCut:
         self._target = choose_target(source.family, source.config, plan)
         self._tied = bool(source.config.tie_word_embeddings)
         self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)
+        source.refuse_foreign()
+        self._placement = source.placement.kept(source.family.layers_path, plan.kept_layers)
         self._dense_names: dict[str, str] = {}  # by the names in the cut model
         self._entries = self._planned_entries()
         self._model = self._described_model()
@@ -141,9 +144,9 @@ class StreamedCut:
             "dtype": str(model.config.dtype).removeprefix("torch."),
         }
         with atomic_folder(out, overwrite=overwrite) as temporary:
-            entries = [replace(entry, name=self._stored_name(entry.name)) for entry in self._entries]
-            tensors = ((self._stored_name(name), pieces) for name, pieces in self._tensors())
-            digests = write_shards(temporary, entries, tensors, limit)
+            buffers = [Entry(new, values.dtype, tuple(values.shape)) for new, values in self._kept_buffers()]
+            entries = [stored for entry in (*self._entries, *buffers) for stored in self._stored_entries(entry)]
+            digests = write_shards(temporary, entries, self._tensors(), limit)
             model.config.save_pretrained(temporary)
             write_older_notation(temporary)
             if model.generation_config is not None:
@@ -157,7 +160,10 @@ class StreamedCut:
         """The cut model in eval mode, its parameters without memory (on the meta device), its buffers computed."""
         config = copy.deepcopy(self._target.config)
         config.dtype = self.source.dtype or config.dtype
-        return build_without_parameters(config)
+        model = build_without_parameters(config)
+        for name, values in self._kept_buffers():
+            model.get_buffer(name).copy_(values)
+        return model
 
     def read(self, name: str) -> Tensor:
         """A tensor of the cut model by its name there, as it is before it is converted to the written dtype."""
@@ -169,10 +175,10 @@ class StreamedCut:
         cut = cast(TensorCut, tensor_cut(dense, self.family, self.plan, tied=self._tied))  # it stays
         return cut.of(self._to_gauge(dense, source.read(dense)))
 
-    def _stored_name(self, name: str) -> str:
-        """The name of a parameter of the cut model in the files that Transformers writes of its architecture."""
-        family = find_family(self._target.stock.model_type) if self._target.stock else None
-        return family.stored_names.get(name, name) if family else name
+    def _stored_entries(self, entry: Entry) -> Iterator[Entry]:
+        """The tensors in files, as those of the source are, that hold a tensor of the cut model."""
+        for name, part in self._placement.of(entry.name).split(torch.empty(entry.shape, device="meta")):
+            yield replace(entry, name=name, shape=tuple(part.shape))
 
     def _to_gauge(self, name: str, tensor: Tensor) -> Tensor:
         """A dense tensor as it is cut: where the family needs that, in the gauge of the channels that stay."""
@@ -193,7 +199,15 @@ class StreamedCut:
                 entries.append(Entry(new, self.dtype or entry.dtype, shapes[name]))
                 self._dense_names[new] = name
         zeros = zero_biases(self._target, self.plan, dtype=entries[0].dtype) if entries else ()
-        return entries + [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
+        entries += [Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in zeros]
+        return entries
+
+    def _kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that the files hold and the cut model has, by their names there."""
+        held = self._model.state_dict().keys()
+        for name, new in kept_names(self.source.buffers, self.family.layers_path, self.plan.kept_layers):
+            if new in held:
+                yield new, cut_buffer(name, self.source.map_tensor(name), self.family, self.plan)
 
     def _described_model(self) -> PreTrainedModel:
         """The compacted model without memory behind it, checked against what will be written."""
@@ -217,20 +231,32 @@ class StreamedCut:
         return model
 
     def _tensors(self) -> Iterator[tuple[str, Iterator[Tensor]]]:
-        source, plan, family = self.source, self.plan, self.source.family
-        dtype = None
+        """Every tensor of the files that are written, in the order of the entries."""
+        source, plan = self.source, self.plan
         buffers = Buffers()
         for name in source.names:
-            cut = tensor_cut(name, family, plan, tied=self._tied)
-            if cut is None:
-                continue
-            tensor = source.map_tensor(name)
-            dtype = dtype or self.dtype or tensor.dtype
-            tensor = self._to_gauge(name, self._to_cut(name, tensor))
-            yield cut.name, self._written(cut.name, cut.pieces(tensor, buffers))
-            del tensor
-        for name, zeros in zero_biases(self._target, plan, dtype=dtype or torch.float32):
+            cut = tensor_cut(name, source.family, plan, tied=self._tied)
+            if cut is not None:
+                yield from self._pieces(name, cut, buffers)
+        for name, zeros in zero_biases(self._target, plan, dtype=self._entries[0].dtype):
             yield name, iter((zeros,))
+        for name, values in self._kept_buffers():
+            yield from ((stored, iter((part,))) for stored, part in self._placement.of(name).split(values))
+
+    def _pieces(self, name: str, cut: TensorCut, buffers: Buffers) -> Iterator[tuple[str, Iterator[Tensor]]]:
+        """The tensors of files that hold one of the cut model: of experts, one after another is read."""
+        place = self._placement.of(cut.name)
+        if place.converter is None:
+            tensor = self._to_gauge(name, self._to_cut(name, self.source.map_tensor(name)))
+            yield next(place.split(tensor))[0], self._written(cut.name, cut.pieces(tensor, buffers))
+            return
+        experts: Sequence[int] = (0,)
+        if place.is_merged:
+            cut, experts = replace(cut, experts=None), cut.kept_experts(place.parts)
+        for new, old in enumerate(experts):
+            tensor = cut.of(self._to_gauge(name, self._to_cut(name, self.source.map_part(name, old))))
+            for stored, values in place.files_of(new, tensor):
+                yield stored, self._written(cut.name, iter((values.contiguous(),)))
 
     def _to_cut(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor in the dtype that it is cut in.

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import ModelSource
+from pyprune.checkpoint.placement import Placement, placement_of
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
@@ -104,6 +105,11 @@ class LoadedRun:
         # A training before the cut changes the weights, which are then no longer those of the files.
         by_files = files is not None and not config.stages.before
         self._stages = HostStages(*parts, files=cast(StoredModel, files)) if by_files else Stages(*parts)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Return where the tensors of the model were in the files that it was loaded from, if that is known."""
+        return placement_of(self.model)
 
     def execute(self) -> PruneResult:
         """Run all stages."""

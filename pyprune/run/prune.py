@@ -95,7 +95,8 @@ def prune_checkpoint(
             run = _open(source, config, division, work)
             warnings = _warn_about_text(config, run.samples, source.marks)
             result = run.execute()
-            result.notes += [run.note] if run.note else []
+            left_out = run.placement.note() if run.placement is not None else None
+            result.notes += [said for said in (run.note, left_out) if said]
             result.warnings += warnings
             provenance = _provenance(source, config, facts, run, result)
             result.out = run.write(out, provenance, overwrite=overwrite) if processes.first() else out

@@ -12,11 +12,12 @@ from typing_extensions import override
 
 from pyprune.checkpoint.layers import ReadLayers, StoredLayers
 from pyprune.checkpoint.load import ModelSource
+from pyprune.checkpoint.placement import Placement
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
 from pyprune.cut.compensate import CompensationReport, compensate_
-from pyprune.cut.mask import Masking, close_removed_experts
+from pyprune.cut.mask import Masking
 from pyprune.data.sampling import TokenSamples
 from pyprune.methods.base import PlanDecision
 from pyprune.methods.registry import get_method
@@ -87,9 +88,10 @@ class StreamedStages(Stages):
     @override
     @contextmanager
     def _masked(self) -> Iterator[PreTrainedModel]:
-        with self.files.transform_reads(Masking(self.files.family, self.files.config, self.result.plan).apply_):
+        masking = Masking(self.files.family, self.files.config, self.result.plan)
+        with self.files.transform_reads(masking.apply_):
             whole = self._layers().whole()
-            close_removed_experts(whole, self.result.plan)
+            masking.apply_beside_parameters_(whole)
             yield whole
 
     @override
@@ -130,6 +132,11 @@ class StreamedRun:
         self.samples: dict[str, TokenSamples] = draw_samples(self.model, tokenizer, config)
         text, options = RunText.of(self.samples), planning_config(config) if only_planning else config
         self._stages = StreamedStages(self.model, text, options, work, stored=files)
+
+    @property
+    def placement(self) -> Placement:
+        """Return where the tensors of the dense model are in its files."""
+        return self._stages.files.placement
 
     @freed_at_once()
     def decide(self) -> PlanDecision:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from pyprune.checkpoint.placement import Placement
 from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
@@ -75,26 +76,28 @@ def open_model(folder: Path) -> Model:
         CheckpointError: the folder is damaged, or its tensors are not those of its config.json.
         UnsupportedModelError: llama.cpp has no architecture for the family or these sizes; the message has the reason.
     """
-    from pyprune.checkpoint.configuration import read_dense_config, read_tower_config
+    from pyprune.checkpoint.configuration import read_dense_files, read_tower_config
 
     tensors = TensorFiles(folder)
     if tower := read_tower_config(folder):
         config, shapes, stored = tower
     else:
-        config, shapes = read_dense_config(folder)
-        stored = _stored_names(tensors, shapes, folder)
+        files = read_dense_files(folder)
+        config, shapes = files.config, files.shapes
+        stored = _stored_names(tensors, files.placement, shapes, folder)
     family = dense_family(config)
     tied = bool(config.tie_word_embeddings)
     sizes = sizes_of(family, config, shapes, tied=tied)
     return Model(family, config, choose_form(family, config, sizes, list(stored)), sizes, tensors, stored)
 
 
-def _stored_names(tensors: TensorFiles, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> dict[str, str]:
-    """Return parameter name -> name in the files; some checkpoints hold the decoder without the causal LM around it."""
-    names = set(tensors.names())
+def _stored_names(
+    tensors: TensorFiles, placement: Placement, shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> dict[str, str]:
+    """Return parameter name -> name in the files, of a model whose parameters are all stored as they are."""
     stored = {}
     for name, shape in shapes.items():
-        place = next((n for n in (name, name.removeprefix("model.")) if n in names), None)
+        place = next(iter(placement.tensors[name].names(0)), None) if name in placement.tensors else None
         if place is None or tensors.shape(place) != shape:
             seen = "is missing" if place is None else f"has the shape {tensors.shape(place)}"
             raise CheckpointError(
