@@ -17,7 +17,7 @@ import pyprune.modeling  # noqa: F401  (registers the pruned architectures with 
 from pyprune.checkpoint.damage import actionable, label, read_mapping
 from pyprune.checkpoint.gguf import GgufHeader, read_gguf_header, refuse_unused
 from pyprune.checkpoint.gguf_config import check_architecture, complete_config
-from pyprune.checkpoint.placement import Placement, forget_multi_token_, place_tensors
+from pyprune.checkpoint.places import Places, find_places, forget_multi_token_
 from pyprune.checkpoint.plausible import (
     CONFIG,
     check_config,
@@ -54,12 +54,12 @@ class DenseFiles:
     Attributes:
         config: a head that is stored with other values than the embedding is not tied, whatever config.json says.
         model: on the meta device, tied.
-        placement: where its tensors are in the files.
+        places: where its tensors are in the files.
     """
 
     config: PretrainedConfig
     model: Any
-    placement: Placement
+    places: Places
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -86,13 +86,13 @@ def read_dense_files(folder: str | Path) -> DenseFiles:
         _refuse_wrapper(read_config(Path(folder)), source)
         config, model = checked_config(source, {"trust_remote_code": False})
         files = TensorFiles(Path(folder))
-        placement = place_tensors(files, model)
+        places = find_places(files, model)
         tied = getattr(config, "tie_word_embeddings", False)
-        if tied and _has_untied_head(files, placement, dense_family(config)):
+        if tied and _has_untied_head(files, places, dense_family(config)):
             config.tie_word_embeddings = False
         elif tied:
             model.tie_weights()
-        return DenseFiles(config, model, placement)
+        return DenseFiles(config, model, places)
 
 
 def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, tuple[int, ...]], dict[str, str]] | None:
@@ -123,10 +123,10 @@ def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     return config, shapes, {name: names[name] for name in shapes}
 
 
-def _has_untied_head(files: TensorFiles, placement: Placement, family: Family) -> bool:
+def _has_untied_head(files: TensorFiles, places: Places, family: Family) -> bool:
     """Check whether files hold a head with other values than the embedding."""
     rows = [row for row in family.rows if row.axes == ("vocab", "hidden")]
-    found = {row.role: place for name, place in placement.tensors.items() for row in rows if row.regex.match(name)}
+    found = {row.role: place for name, place in places.tensors.items() for row in rows if row.regex.match(name)}
     if len(found) < 2:
         return False
     head, embedding = (found[role].read(files.read) for role in ("head", "embedding"))

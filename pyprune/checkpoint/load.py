@@ -33,7 +33,7 @@ from pyprune.checkpoint.configuration import (
 from pyprune.checkpoint.damage import actionable, label
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.manifest import PruningRecord
-from pyprune.checkpoint.placement import Placement, forget_multi_token_, multi_token_names, remember_placement
+from pyprune.checkpoint.places import Places, forget_multi_token_, multi_token_names, remember_places
 from pyprune.checkpoint.plausible import CONFIG, check_config, check_parameters, read_config
 from pyprune.checkpoint.record import has_record, read_pruning_json, read_record
 from pyprune.checkpoint.shards import INDEX, SINGLE, TensorFiles, check_finite, has_safetensors, weight_files
@@ -247,14 +247,14 @@ class ModelSource:
             return None
         if family.layers_alone:
             return f"{family.model_type!r} models have no table of their parameters"
-        if unknown := self._placement.unknown:
+        if unknown := self._places.unknown:
             return f"its files hold {unknown[0]}, a name that only Transformers can translate"
         return None
 
     @cached_property
-    def _placement(self) -> Placement:
+    def _places(self) -> Places:
         """Return where the tensors of the model are in the safetensors of the folder."""
-        return read_dense_files(cast(Path, self.folder)).placement
+        return read_dense_files(cast(Path, self.folder)).places
 
     def layers_obstacle(self) -> str | None:
         """Return why the layers cannot be read one at a time while the model runs; None where they can.
@@ -339,7 +339,7 @@ class ModelSource:
         model = text_model(model) if auto is AutoModelForMultimodalLM else model
         forget_multi_token_(model.config)
         if gguf_file is None and not quantised and self.folder is not None:
-            remember_placement(model, TensorFiles(self.folder))
+            remember_places(model, TensorFiles(self.folder))
         check_model_type(model.config.model_type)
         if gguf_file is not None:
             _forget_quantisation(model)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pyprune.checkpoint.manifest import PruningRecord
 from pyprune.checkpoint.notation import write_older_notation
-from pyprune.checkpoint.placement import Placement, placement_of
+from pyprune.checkpoint.places import Places, places_of
 from pyprune.checkpoint.record import write_record
 from pyprune.checkpoint.tokenizer import write_tokenizer
 from pyprune.checkpoint.tower import whole_model
@@ -74,33 +74,33 @@ def save_checkpoint(
 
 
 def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, trained: bool) -> None:
-    kept, placement = model.config.dtype, placement_of(model)
+    kept, places = model.config.dtype, places_of(model)
     wanted = model.dtype if dtype is None else DTYPES[dtype]
-    if wanted == model.dtype and placement is None:
+    if wanted == model.dtype and places is None:
         with _generation_config_as_it_is(model, folder):
             model.save_pretrained(folder)
         return
     # Each parameter once: the sharing of a tied head survives conversion.
-    names, stored = _names(model, placement), model.state_dict().keys()
+    names, stored = _names(model, places), model.state_dict().keys()
     state = {name: convert_weight(name, model.get_parameter(name).detach(), wanted, trained=trained) for name in names}
     state |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
-    if placement is not None:
-        buffers = [name for name, _ in model.named_buffers() if name in stored and name in placement.tensors]
-        state = placement.split(state | {name: state[name].to(placement.tensors[name].dtype) for name in buffers})
+    if places is not None:
+        buffers = [name for name, _ in model.named_buffers() if name in stored and name in places.tensors]
+        state = places.split(state | {name: state[name].to(places.tensors[name].dtype) for name in buffers})
     try:
         model.config.dtype = wanted
         with _generation_config_as_it_is(model, folder):
-            model.save_pretrained(folder, state_dict=state, save_original_format=placement is None)
+            model.save_pretrained(folder, state_dict=state, save_original_format=places is None)
     finally:
         model.config.dtype = kept
 
 
-def _names(model: PreTrainedModel, placement: Placement | None) -> list[str]:
+def _names(model: PreTrainedModel, places: Places | None) -> list[str]:
     """Return a name of every parameter; of those that a parameter has, the one in the files that it was read from."""
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
-    stored = placement.tensors if placement is not None else {}
+    stored = places.tensors if places is not None else {}
     return [next((name for name in names if name in stored), names[0]) for names in shared.values()]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from pyprune.checkpoint.configuration import read_dense_files
-from pyprune.checkpoint.placement import StoredTensor
+from pyprune.checkpoint.places import StoredTensor
 from pyprune.checkpoint.shards import Entry, Place, TensorFiles, check_finite, map_tensor, read_header
 from pyprune.errors import CheckpointError, OutputError
 from pyprune.families import NamedParam, family_for, parameter_shapes
@@ -40,7 +40,7 @@ class StoredModel:
         dtype: see above.
         device: see above.
         files: its tensors.
-        placement: where the tensors of the model are in the files.
+        places: where the tensors of the model are in the files.
         buffers: names of tensors that the files hold besides the parameters.
         config: its configuration; a head that is stored with other values than the embedding is not tied.
         family: of the model.
@@ -68,12 +68,12 @@ class StoredModel:
         self._transform: Callable[[NamedParam], None] | None = None
         self.files = TensorFiles(self.folder)
         dense = read_dense_files(self.folder)
-        self.config, self.placement = dense.config, dense.placement
+        self.config, self.places = dense.config, dense.places
         self._shapes, self.buffers = dense.shapes, list(dense.buffers)
         self.family = family_for(self.config)
         known = {*self._shapes, *self.buffers}
         position = {name: number for number, name in enumerate(self.files.names())}
-        places = sorted(self.placement.tensors.items(), key=lambda item: position[item[1].names(0)[0]])
+        places = sorted(self.places.tensors.items(), key=lambda item: position[item[1].names(0)[0]])
         self._where = {name: place for name, place in places if name in known}
         self._check_shapes({**self._shapes, **{name: tuple(b.shape) for name, b in dense.buffers.items()}})
 
@@ -114,9 +114,9 @@ class StoredModel:
 
     def refuse_foreign(self) -> None:
         """Refuse files with tensors that have no place in the model."""
-        if self.placement.unknown:
+        if self.places.unknown:
             raise CheckpointError(
-                f"{self.folder} holds {self.placement.unknown[0]}, for which the model of its config.json has no "
+                f"{self.folder} holds {self.places.unknown[0]}, for which the model of its config.json has no "
                 "place. The checkpoint is damaged or its config.json was changed."
             )
 
@@ -198,7 +198,7 @@ class StoredModel:
 
     def place(self, name: str) -> StoredTensor:
         """Return where a parameter is in the files, or would be under its own name."""
-        return self.placement.of(name)
+        return self.places.of(name)
 
     def read_file(self, name: str) -> Tensor:
         """Map a tensor from its file, by its name there; its values are checked once."""

@@ -78,7 +78,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     assert_proven(family, compact_)
     target = choose_target(family, model.config, plan, class_obstacle(model))
     before = count_parameters(model)
-    placement = getattr(model, "placement", None)
+    places = getattr(model, "places", None)
     tower = getattr(model, "tower", None)
     if tower is not None and plan.removed_hidden:
         factor = stream_scale(family, plan, tied=bool(model.config.tie_word_embeddings))
@@ -86,7 +86,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     if family.layers_alone:
         check_shorter(model, plan, target.config)
         _become(model, shorter_model(model, plan.kept_layers, family.layers_path, target.config))
-        _keep_placement(model, placement, family, plan)
+        _keep_places(model, places, family, plan)
         return CompactReport(before, count_parameters(model), type(model).__name__, stock=True, reasons=())
     if plan.removed_hidden and family.gauges(model.config):
         gauge_(model, plan.hidden)
@@ -97,7 +97,7 @@ def compact_(model: PreTrainedModel, plan: PrunePlan) -> CompactReport:
     smaller.tie_weights()
     _check_complete(smaller, state)
     _become(model, smaller)
-    _keep_placement(model, placement, family, plan)
+    _keep_places(model, places, family, plan)
     return CompactReport(
         dense_parameters=before,
         parameters=count_parameters(model),
@@ -272,7 +272,7 @@ def _become(model: PreTrainedModel, other: PreTrainedModel) -> None:
         model.tower = tower
 
 
-def _keep_placement(model: PreTrainedModel, placement: Any, family: Family, plan: PrunePlan) -> None:
+def _keep_places(model: PreTrainedModel, places: Any, family: Family, plan: PrunePlan) -> None:
     """Keep with a cut model where the tensors of the kept layers were in files; pyprune.checkpoint writes by it."""
-    if placement is not None:
-        model.placement = placement.kept(family.layers_path, plan.kept_layers)
+    if places is not None:
+        model.places = places.kept(family.layers_path, plan.kept_layers)

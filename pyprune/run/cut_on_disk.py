@@ -104,7 +104,7 @@ class StreamedCut:
         self._tied = bool(source.config.tie_word_embeddings)
         self._through_gauge = bool(plan.removed_hidden) and source.family.gauges(source.config)
         source.refuse_foreign()
-        self._placement = source.placement.kept(source.family.layers_path, plan.kept_layers)
+        self._places = source.places.kept(source.family.layers_path, plan.kept_layers)
         self._dense_names: dict[str, str] = {}  # by the names in the cut model
         self._entries = self._planned_entries()
         self._model = self._described_model()
@@ -177,7 +177,7 @@ class StreamedCut:
 
     def _stored_entries(self, entry: Entry) -> Iterator[Entry]:
         """The tensors in files, as those of the source are, that hold a tensor of the cut model."""
-        for name, part in self._placement.of(entry.name).split(torch.empty(entry.shape, device="meta")):
+        for name, part in self._places.of(entry.name).split(torch.empty(entry.shape, device="meta")):
             yield replace(entry, name=name, shape=tuple(part.shape))
 
     def _to_gauge(self, name: str, tensor: Tensor) -> Tensor:
@@ -241,11 +241,11 @@ class StreamedCut:
         for name, zeros in zero_biases(self._target, plan, dtype=self._entries[0].dtype):
             yield name, iter((zeros,))
         for name, values in self._kept_buffers():
-            yield from ((stored, iter((part,))) for stored, part in self._placement.of(name).split(values))
+            yield from ((stored, iter((part,))) for stored, part in self._places.of(name).split(values))
 
     def _pieces(self, name: str, cut: TensorCut, buffers: Buffers) -> Iterator[tuple[str, Iterator[Tensor]]]:
         """The tensors of files that hold one of the cut model: of experts, one after another is read."""
-        place = self._placement.of(cut.name)
+        place = self._places.of(cut.name)
         if place.converter is None:
             tensor = self._to_gauge(name, self._to_cut(name, self.source.map_tensor(name)))
             yield next(place.split(tensor))[0], self._written(cut.name, cut.pieces(tensor, buffers))

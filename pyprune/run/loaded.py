@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from pyprune.checkpoint.layers import StoredLayers
 from pyprune.checkpoint.load import ModelSource
-from pyprune.checkpoint.placement import Placement, placement_of
+from pyprune.checkpoint.places import Places, places_of
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
@@ -107,9 +107,9 @@ class LoadedRun:
         self._stages = HostStages(*parts, files=cast(StoredModel, files)) if by_files else Stages(*parts)
 
     @property
-    def placement(self) -> Placement | None:
+    def places(self) -> Places | None:
         """Return where the tensors of the model were in the files that it was loaded from, if that is known."""
-        return placement_of(self.model)
+        return places_of(self.model)
 
     def execute(self) -> PruneResult:
         """Run all stages."""

@@ -95,7 +95,7 @@ def prune_checkpoint(
             run = _open(source, config, division, work)
             warnings = _warn_about_text(config, run.samples, source.marks)
             result = run.execute()
-            left_out = run.placement.note() if run.placement is not None else None
+            left_out = run.places.note() if run.places is not None else None
             result.notes += [said for said in (run.note, left_out) if said]
             result.warnings += warnings
             provenance = _provenance(source, config, facts, run, result)

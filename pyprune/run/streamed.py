@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from pyprune.checkpoint.layers import ReadLayers, StoredLayers
 from pyprune.checkpoint.load import ModelSource
-from pyprune.checkpoint.placement import Placement
+from pyprune.checkpoint.places import Places
 from pyprune.checkpoint.stored import StoredModel
 from pyprune.config.run import PruneConfig
 from pyprune.cut.compact import CompactReport
@@ -134,9 +134,9 @@ class StreamedRun:
         self._stages = StreamedStages(self.model, text, options, work, stored=files)
 
     @property
-    def placement(self) -> Placement:
+    def places(self) -> Places:
         """Return where the tensors of the dense model are in its files."""
-        return self._stages.files.placement
+        return self._stages.files.places
 
     @freed_at_once()
     def decide(self) -> PlanDecision:

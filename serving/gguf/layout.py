@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from pyprune.checkpoint.placement import Placement
+from pyprune.checkpoint.places import Places
 from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
@@ -84,7 +84,7 @@ def open_model(folder: Path) -> Model:
     else:
         files = read_dense_files(folder)
         config, shapes = files.config, files.shapes
-        stored = _stored_names(tensors, files.placement, shapes, folder)
+        stored = _stored_names(tensors, files.places, shapes, folder)
     family = dense_family(config)
     tied = bool(config.tie_word_embeddings)
     sizes = sizes_of(family, config, shapes, tied=tied)
@@ -92,12 +92,12 @@ def open_model(folder: Path) -> Model:
 
 
 def _stored_names(
-    tensors: TensorFiles, placement: Placement, shapes: Mapping[str, tuple[int, ...]], folder: Path
+    tensors: TensorFiles, places: Places, shapes: Mapping[str, tuple[int, ...]], folder: Path
 ) -> dict[str, str]:
     """Return parameter name -> name in the files, of a model whose parameters are all stored as they are."""
     stored = {}
     for name, shape in shapes.items():
-        place = next(iter(placement.tensors[name].names(0)), None) if name in placement.tensors else None
+        place = next(iter(places.tensors[name].names(0)), None) if name in places.tensors else None
         if place is None or tensors.shape(place) != shape:
             seen = "is missing" if place is None else f"has the shape {tensors.shape(place)}"
             raise CheckpointError(

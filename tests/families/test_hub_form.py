@@ -30,11 +30,12 @@ from pyprune.run.cut_on_disk import compact_checkpoint
 from pyprune.run.recipe import build_config
 from pyprune.run.streamed import NOTE
 from tests._support.compare import FLOAT32_ROUNDING, assert_same_logits
-from tests._support.inferred import CLOSED, INFERRED, tiny_inferred
+from tests._support.inferred import CLOSED, INFERRED, closed_by, tiny_inferred
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.plans import axis_plans, with_shared
 from tests._support.text import write_model, write_text
 from tests.families.test_contract import logits
+from tests.families.test_towers import prune_by, write_tower
 from tests.run.test_streamed import assert_same_folder, both_ways
 
 PREFIXED = ("qwen3_5_moe_text", "qwen3_5_text")
@@ -153,7 +154,8 @@ def test_sizes_by_layer_have_the_form_of_the_hub(
 ) -> None:
     """Plain Transformers reads them after `import pyprune.modeling`, and writes them alike."""
     model = tiny(model_type)
-    plan = axis_plans(family_for(model).plan(model.config))["unequal"]
+    plan = family_for(model).plan(model.config)
+    plan = plan.with_layer(4, ffn=range(7)) if closed_by(model, "unequal") else axis_plans(plan)["unequal"]
     dense = on_the_hub(model, tmp_path / "dense")
     out = cut_both_ways(dense, plan, tmp_path, monkeypatch)
     names = load_file(out / "model.safetensors").keys()
@@ -238,9 +240,9 @@ def test_weights_that_predict_several_tokens_are_left_out_and_named_once(
         assert not any(name.startswith(start + end) for name in load_file(out / "model.safetensors") for end in ends)
         assert json.loads((out / "config.json").read_text())[field] == 0
         notes = read_pruning_json(out).provenance["report"]["notes"]
-        said = [note for note in notes if "tensors that the model does not use were left out" in note]
+        said = [note for note in notes if note.startswith("Weights that the model does not use were left out: ")]
         assert len(said) == 1
-        assert said[0].startswith(f"{len(ends)} tensors")
+        assert said[0].endswith(f" (tensors: {len(ends)}).")
         assert_answers_as_masked(AutoModelForCausalLM.from_pretrained(out).eval(), model, plan)
 
 
@@ -266,6 +268,21 @@ def test_an_expert_of_another_shape_is_refused(end: str, tmp_path: Path) -> None
     save_file(tensors | {name: tensors[name][:-1].clone()}, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"experts.3.{end}.weight of .* has the shape"):
         StoredModel(dense)
+
+
+@pytest.mark.second
+def test_a_multimodal_model_leaves_them_out_too(tmp_path: Path) -> None:
+    dense = write_tower("qwen3_5", tmp_path / "dense")
+    path, config = dense / "model.safetensors", json.loads((dense / "config.json").read_text())
+    save_file(load_file(path) | {"mtp.fc.weight": torch.ones(2)}, path, {"format": "pt"})
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (dense / "config.json").write_text(json.dumps(config))
+    text, _ = load_model(dense)
+    out = prune_by(family_for(text).plan(text.config).drop_layers([2]), dense)
+    assert "mtp.fc.weight" not in load_file(out / "model.safetensors")
+    assert json.loads((out / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0
+    said = "Weights that the model does not use were left out: mtp.fc (tensors: 1)."
+    assert said in read_pruning_json(out).provenance["report"]["notes"]
 
 
 def test_a_layer_beyond_the_last_that_predicts_nothing_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Places:
     """The place of every tensor of a model in the files of a checkpoint.
 
     Attributes:
@@ -194,10 +194,10 @@ class Placement:
         if not starts:
             return None
         named = ", ".join(list(starts)[:3]) + (", ..." if len(starts) > 3 else "")
-        return f"{len(self.unused)} tensors that the model does not use were left out: {named}."
+        return f"Weights that the model does not use were left out: {named} (tensors: {len(self.unused)})."
 
 
-def place_tensors(files: TensorFiles, model: PreTrainedModel) -> Placement:
+def find_places(files: TensorFiles, model: PreTrainedModel) -> Places:
     """Find the place in a model of every tensor of its files.
 
     Args:
@@ -236,29 +236,29 @@ def place_tensors(files: TensorFiles, model: PreTrainedModel) -> Placement:
         placed = {pattern: tuple(sources[pattern]) for pattern in order}
         dtype = files.dtype(next(iter(placed.values()))[0])
         tensors[own] = StoredTensor(placed, dtype, prefixes.get(own, ""), own, converter, model.config)
-    return Placement(
+    return Places(
         tensors,
         tuple(name for name in nowhere if name in unused and not name.endswith(COMPUTED)),
         tuple(name for name in nowhere if name not in unused),
     )
 
 
-def remember_placement(model: PreTrainedModel, files: TensorFiles) -> None:
+def remember_places(model: PreTrainedModel, files: TensorFiles) -> None:
     """Keep with a model that was loaded from files where its tensors are, for what is written of it.
 
     Of a text tower only what is left out is known: Transformers names the whole model's tensors.
     """
     if getattr(model, "tower", None) is not None:
-        placement = Placement({}, tuple(multi_token_names(files.names())))
+        places = Places({}, tuple(multi_token_names(files.names())))
     else:
-        placement = place_tensors(files, model)
-    if not placement.unknown:
-        model.placement = placement  # type: ignore[assignment]
+        places = find_places(files, model)
+    if not places.unknown:
+        model.places = places  # type: ignore[assignment]
 
 
-def placement_of(model: PreTrainedModel) -> Placement | None:
+def places_of(model: PreTrainedModel) -> Places | None:
     """Return where the tensors of a model were in the files that it was loaded from, also after a cut; else None."""
-    return getattr(model, "placement", None)
+    return getattr(model, "places", None)
 
 
 def multi_token_names(names: Collection[str]) -> list[str]:
