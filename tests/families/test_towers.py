@@ -234,6 +234,18 @@ def test_scores_give_every_layer_the_same_widths(tmp_path: Path, capsys: pytest.
     assert config["pruned_config"]["per_layer_config"].keys() == {"1", "2"}
 
 
+def test_channels_inside_a_projector_are_reported(tmp_path: Path) -> None:
+    dense = write_tower("mistral3", tmp_path / "dense")
+    options = _options(method="magnitude", ratio=0.26, score={"axes": ["hidden"]}, hidden_multiple=16)
+    result = prune_checkpoint(dense, options, out=tmp_path / "out")
+    assert any("its 16 inner channels with the smallest weights are removed too" in note for note in result.notes)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    [inside] = [weights[name] for name in weights if name.endswith("linear_1.weight")]
+    before = load_file(dense / "model.safetensors")
+    [whole] = [before[name] for name in before if name.endswith("linear_1.weight")]
+    assert {tuple(row.tolist()) for row in inside} < {tuple(row.tolist()) for row in whole}, "they are not scaled"
+
+
 def test_an_unknown_projector_closes_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = write_tower("llava", tmp_path / "dense")
     monkeypatch.delitem(WIDTHS, "llava")
