@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 from pyprune.checkpoint.gguf import GgufHeader
 from pyprune.errors import CheckpointError, UnsupportedModelError, shown
 from pyprune.families import family_for
+from pyprune.families.gguf_forms import FACTORS, norm_epsilon
 from pyprune.runtime.progress import warn
 
 SCALING = "rope.scaling."
@@ -92,9 +93,10 @@ def _set_sizes(config: PretrainedConfig, facts: Mapping[str, Any]) -> None:
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and pad >= config.vocab_size:
         config.pad_token_id = None  # the class's default, which a file of another vocabulary does not state
-    for key, name in FACTORS.items():
-        if key in facts and hasattr(config, name):
-            setattr(config, name, facts[key])
+    for key, names in FACTORS.items():
+        for name in names:
+            if key in facts and hasattr(config, name):
+                setattr(config, name, facts[key])
 
 
 def _set_windows(config: PretrainedConfig, facts: Mapping[str, Any]) -> None:
@@ -195,18 +197,6 @@ def _tensor(header: GgufHeader, name: str) -> Any:
 
 # --- comparison ----------------------------------------------------------------------------------
 
-FACTORS = {
-    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-}  # fmt: skip
-"""Key -> the configuration's name for it, in families that have it."""
-
-
-def _eps(config: Any) -> float:
-    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
-    return float(next(getattr(config, name) for name in names if hasattr(config, name)))
-
 
 def _main_rope(config: Any) -> dict[str, Any]:
     rope: dict[str, Any] = config.rope_parameters
@@ -231,8 +221,8 @@ COMPARED: Mapping[str, Callable[[Any], Any]] = {
     "attention.head_count_kv": lambda c: c.num_key_value_heads,
     "attention.key_length": _head_dim,
     "attention.value_length": _head_dim,
-    "attention.layer_norm_rms_epsilon": _eps,
-    "attention.layer_norm_epsilon": _eps,
+    "attention.layer_norm_rms_epsilon": norm_epsilon,
+    "attention.layer_norm_epsilon": norm_epsilon,
     "attention.sliding_window": lambda c: getattr(c, "sliding_window", None) or 0,
     "attention.scale": _score_scale,
     "attention.causal": lambda c: 1,

@@ -160,7 +160,15 @@ def families(
     from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.multimodal import multimodal_table
     from pyprune.families import family_for, find_family
-    from pyprune.families.table import known_types, layers_table, model_table, open_table, refused_table, vllm_table
+    from pyprune.families.table import (
+        gguf_table,
+        known_types,
+        layers_table,
+        model_table,
+        open_table,
+        refused_table,
+        vllm_table,
+    )
     from pyprune.runtime.progress import track
     from pyprune.runtime.report import markdown_table
 
@@ -173,15 +181,16 @@ def families(
         types = [name for name in known_types() if name not in named]
         for name in track(types, "looking at model types"):
             find_family(name)  # is kept for the tables
-        tables = [open_table(types), layers_table(types), refused_table(types), vllm_table(), multimodal]
+        tables = [open_table(types), layers_table(types), refused_table(types), vllm_table(), gguf_table(), multimodal]
     if markdown:
         typer.echo("\n\n".join(map(markdown_table, tables)))
         return
     data = {table.title: [dict(zip(table.columns, row, strict=True)) for row in table.rows] for table in tables}
     if model is None:
         opened, alone, refused = len(tables[0].rows), tables[1].rows[0][0], len(tables[2].rows)
+        towers = len(tables[-1].rows)
         counts = (
-            f"{opened} types and {len(tables[4].rows)} multimodal ones can be pruned, {alone} lose whole layers alone, "
+            f"{opened} types and {towers} multimodal ones can be pruned, {alone} lose whole layers alone, "
             f"{refused} are refused."
         )
     output(data, json_file, *tables, *([counts] if model is None else []))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pyprune.families.base import Family, StockClasses, StockTarget
 from pyprune.families.common import (
@@ -18,7 +18,7 @@ from pyprune.families.common import (
     output_bias_obstacle,
     width_obstacle,
 )
-from pyprune.families.gguf_forms import BLOCK, NORMED_DECODER, GgufForm, GgufSizes
+from pyprune.families.gguf_forms import GgufForm, GgufSizes, has_windows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,69 +38,40 @@ ROWS = (
     HEAD,
 )
 
-LAYERS_OF_27B = 62
-"""llama.cpp knows Gemma 3 27B by its number of layers and scales its scores in another way."""
 
+def gguf_obstacle(layers_of_27b: int, config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    """Return why llama.cpp's gemma2 or gemma3 cannot hold a model, or None.
 
-def _gguf_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
-    whole = len(sizes.layers) == LAYERS_OF_27B
-    divided_by = sizes.hidden / sizes.layers[0][0] if whole else sizes.head_dim
+    Args:
+        layers_of_27b: llama.cpp knows the 27B by its number of layers and scales its scores in another way.
+        config: of the model.
+        sizes: of the model.
+    """
+    whole = len(sizes.layers) == layers_of_27b
+    divided_by = sizes.hidden // sizes.layers[0][0] if whole else sizes.head_dim
     if config.query_pre_attn_scalar != divided_by:
         return (
             f"it divides the scores of {len(sizes.layers)} layers by the root of {divided_by:g}, the model by that of "
             f"{config.query_pre_attn_scalar}"
         )
-    if config.final_logit_softcapping or config.attn_logit_softcapping or config.use_bidirectional_attention:
-        return "it has no soft limits of scores or logits and looks back only"
-    if "sliding_attention" not in config.layer_types:
-        return None
-    if config.rope_parameters["sliding_attention"].get("rope_type", "default") != "default":
+    return "it looks back only" if config.use_bidirectional_attention else None
+
+
+def _gemma3_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    if config.final_logit_softcapping or config.attn_logit_softcapping:
+        return "it has no soft limits of scores or logits"
+    windows = config.rope_parameters.get("sliding_attention", {})
+    if has_windows(config) and windows.get("rope_type", "default") != "default":
         return "its layers with windows have plain rotary positions"
-    if not _period(config):
-        return "its layers without a window must come at equal distances, the last of each group"
-    return None
+    return gguf_obstacle(62, config, sizes)
 
-
-def _period(config: PretrainedConfig) -> int:
-    """Return the distance of layers without a window; 0 = not at equal distances."""
-    kinds = list(config.layer_types)
-    if "full_attention" not in kinds:
-        return 0
-    period = kinds.index("full_attention") + 1
-    regular = all((kind == "full_attention") == (i % period == period - 1) for i, kind in enumerate(kinds))
-    return period if regular else 0
-
-
-def _gguf_metadata(config: PretrainedConfig) -> dict[str, Any]:
-    if "sliding_attention" not in config.layer_types:
-        return {}
-    return {
-        "attention.sliding_window": config.sliding_window,
-        "attention.sliding_window_pattern": _period(config),
-        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
-    }
-
-
-_GGUF = GgufForm(
-    "gemma3",
-    {
-        **NORMED_DECODER,
-        LAYER + "post_attention_layernorm": BLOCK + "post_attention_norm",
-        LAYER + "pre_feedforward_layernorm": BLOCK + "ffn_norm",
-        LAYER + "post_feedforward_layernorm": BLOCK + "post_ffw_norm",
-    },
-    activation="gelu_pytorch_tanh",
-    windows=True,
-    obstacle=_gguf_obstacle,
-    metadata=_gguf_metadata,
-)
 
 FAMILIES = (
     Family(
         model_type="gemma3_text",
         classes=StockClasses.locate("gemma3", "Gemma3", config="Gemma3TextConfig"),
         vllm_layer="pyprune.serving.vllm.layers:GemmaDecoderLayer",
-        gguf=(_GGUF,),
+        gguf=(GgufForm("gemma3", (), "gelu_pytorch_tanh", windows="some", obstacle=_gemma3_obstacle),),
         rows=ROWS,
         stock_targets=(StockTarget("gemma3_text", _STOCK_OBSTACLE),),
         unit_offset_norm=True,

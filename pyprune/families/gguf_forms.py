@@ -1,50 +1,47 @@
-"""The GGUF forms of a family: the names of its tensors in the file, and the limits of llama.cpp's architecture.
+"""The GGUF forms of a family: the limits of llama.cpp's architectures, and the names of parameters in the file.
 
-A family file lists its forms in ``Family.gguf``, the first that fits is written. Everything here is data about
-llama.cpp's architectures; :mod:`pyprune.serving.gguf` reads it and writes the file.
+A family file lists its forms in ``Family.gguf``, the first that fits is written; those of inferred types are in
+``gguf_types.py``. Everything here is data about llama.cpp's architectures; :mod:`pyprune.serving.gguf` reads it and
+writes the file. The package gguf names the tensors of each architecture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyprune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LAYER = "model.layers.{i}."
-BLOCK = "blk.{i}."
+    from pyprune.families.base import Row
 
-OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-"""Modules outside the layers -> their names in the file."""
-ATTENTION = {
-    LAYER + "self_attn.q_proj": BLOCK + "attn_q",
-    LAYER + "self_attn.k_proj": BLOCK + "attn_k",
-    LAYER + "self_attn.v_proj": BLOCK + "attn_v",
-}
-GATED_MLP = {
-    LAYER + "mlp.gate_proj": BLOCK + "ffn_gate",
-    LAYER + "mlp.up_proj": BLOCK + "ffn_up",
-    LAYER + "mlp.down_proj": BLOCK + "ffn_down",
-}
-DECODER = {
-    **OUTER,
-    **ATTENTION,
-    **GATED_MLP,
-    LAYER + "self_attn.o_proj": BLOCK + "attn_output",
-    LAYER + "input_layernorm": BLOCK + "attn_norm",
-    LAYER + "post_attention_layernorm": BLOCK + "ffn_norm",
-}
-"""A LLaMA-like decoder."""
-NORMED_DECODER = {
-    **DECODER,
-    LAYER + "self_attn.q_norm": BLOCK + "attn_q_norm",
-    LAYER + "self_attn.k_norm": BLOCK + "attn_k_norm",
-}
-"""A LLaMA-like decoder with a norm of every query and key head."""
+BLOCK = "blk.{i}."
 QKV_BIASES = ("attn_q", "attn_k", "attn_v")
 DECODER_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+LAYER_NORM_BIASES = ("attn_norm", "ffn_norm", "output_norm")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of parameters and buffers that are added to the scores of experts before some are chosen."""
+FACTORS: Mapping[str, tuple[str, ...]] = {
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+}
+"""Key of the file -> fields of configurations with its value."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+OLMO_EPSILON = 1e-5
+"""The constant in OLMo's norms, of which no field tells."""
+
+
+def norm_epsilon(config: Any) -> float:
+    """Return the constant that the norms of a model add to the variance."""
+    return float(next((getattr(config, name) for name in EPSILONS if hasattr(config, name)), OLMO_EPSILON))
 
 
 @dataclass(frozen=True)
@@ -54,19 +51,32 @@ class GgufSizes:
     Attributes:
         hidden: channels of the residual stream.
         head_dim: channels of a head.
-        layers: (query heads, KV heads, FFN channels) of every layer; 0 = the sub-block is skipped.
+        layers: (query heads, KV heads, FFN channels) of every layer; 0 = the sub-block is skipped. Those of a mixture
+            are the channels of an expert.
         tied: the head is the embedding.
+        mixtures: (experts, channels of the shared experts) of every layer, (0, 0) of a dense one; () = all are dense.
     """
 
     hidden: int
     head_dim: int
     layers: tuple[tuple[int, int, int], ...]
     tied: bool
+    mixtures: tuple[tuple[int, int], ...] = ()
 
     @property
     def are_equal(self) -> bool:
-        """True if all layers have the same sizes, and all their sub-blocks."""
-        return len(set(self.layers)) == 1 and all(self.layers[0])
+        """True if all layers have the same sizes, and all their sub-blocks; mixtures may differ from dense layers."""
+        mixtures = self.mixtures or ((0, 0),) * len(self.layers)
+        kinds = set(zip(self.layers, mixtures, strict=True))
+        of_kind = [bool(experts) for _, (experts, _) in kinds]
+        heads = {layer[:2] for layer in self.layers}
+        return len(heads) == 1 and len(of_kind) == len(set(of_kind)) and all(map(all, self.layers))
+
+    @property
+    def dense_layers(self) -> int:
+        """The number of dense layers in front of the first mixture; all of them if there is none."""
+        counts = [experts for experts, _ in self.mixtures]
+        return next((i for i, experts in enumerate(counts) if experts), len(self.layers))
 
 
 @dataclass(frozen=True)
@@ -75,46 +85,114 @@ class GgufForm:
 
     Attributes:
         architecture: its name, ``general.architecture``.
-        modules: pattern of a module -> its name in the file; ``{i}`` is the layer.
-        biases: names (without the block) of modules that may have a bias; norms of a LayerNorm are named too.
+        biases: names (without the block) of modules that may have a bias.
         activation: of the MLP, as Transformers names it.
         per_layer: sizes may differ between layers, and sub-blocks may be missing.
+        square: heads are together as wide as the stream.
         adjacent_pairs: rotary positions turn channels 2j and 2j + 1, not j and j + head_dim / 2, so rows of queries and
             keys are put in that order.
         fused_qkv: queries, keys and values are one tensor, ``attn_qkv``.
         rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
-        windows: the architecture knows sliding windows; ``metadata`` states them.
+        windows: the architecture knows sliding windows, in all layers but each n-th; always = some layers have one.
+        own_head: the file holds a head, also where it is the embedding.
+        normed_experts: the weights of the chosen experts are divided by their sum; None = the file says.
+        gating: function of the router, as llama.cpp numbers it: 1 softmax, 2 sigmoid.
         obstacle: (config, sizes) -> reason why this architecture cannot hold the model, or None.
-        metadata: (config) -> further keys without the architecture's name; int, float or text.
+        metadata: (config) -> further keys without the architecture's name; int, float, bool, text or a list.
     """
 
     architecture: str
-    modules: Mapping[str, str]
-    biases: tuple[str, ...] = ()
+    biases: tuple[str, ...] = QKV_BIASES
     activation: str = "silu"
     per_layer: bool = False
+    square: bool = False
     adjacent_pairs: bool = False
     fused_qkv: bool = False
     rope_factors: bool = False
-    windows: bool = False
+    windows: Literal["", "some", "always"] = ""
+    own_head: bool = False
+    normed_experts: bool | None = None
+    gating: Literal[1, 2] = 1
     obstacle: Callable[[PretrainedConfig, GgufSizes], str | None] = lambda config, sizes: None
-    metadata: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    metadata: Callable[[PretrainedConfig], dict[str, Any]] = field(default=lambda config: {})
 
-    def name_of(self, pattern: str) -> str | None:
-        """Return the name pattern of a parameter in the file, or None if the architecture has no place for it."""
-        module, _, kind = pattern.rpartition(".")
-        name = self.modules.get(module)
-        if name is None or (kind == "bias" and name.removeprefix(BLOCK) not in self.biases):
-            return None
-        return f"{name}.{kind}"
+    def names_of(self, row: Row) -> tuple[str, ...]:
+        """Return the name patterns of the tensors that a parameter becomes; () if the architecture has no place for it.
+
+        Raises:
+            MissingDependencyError: the package gguf is not installed.
+        """
+        owner, _, leaf = row.pattern.rpartition(".")
+        fused = any(len(axes) > 1 for axes in row.dimensions)
+        kind = "bias" if row.is_bias else "weight"
+        if row.pattern.endswith(CORRECTIONS):
+            return self._known(BLOCK + "exp_probs_b.bias")
+        if "experts" in row.axes and not owner.endswith("experts"):
+            return self._known(f"{BLOCK}ffn_gate_inp.{kind}")
+        shared = ("shared_ffn", "shared_ffn") in row.axes
+        if "experts" in row.axes or shared:
+            parts = ("gate", "up") if fused else ("down",)
+            return self._known(*(f"{BLOCK}ffn_{part}_{'shexp' if shared else 'exps'}.{kind}" for part in parts))
+        found = tensor_names(self.architecture)(owner)
+        if found is None and self.fused_qkv:
+            found = tensor_names("llama")(owner)
+        if found is None:  # sinks of attention are a parameter without a module
+            found, leaf = tensor_names(self.architecture)(row.pattern), "weight"
+        if found is None or (kind == "bias" and found.removeprefix(BLOCK) not in self.biases):
+            return ()
+        return (f"{found}.{leaf}",)
+
+    def _known(self, *names: str) -> tuple[str, ...]:
+        tensors = tensors_of(self.architecture)
+        return names if all(name.rpartition(".")[0] in tensors for name in names) else ()
 
 
-def square_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
-    """Explain why an architecture without a separate size for the heads cannot hold the model, or None."""
-    heads = sizes.layers[0][0]
-    if heads * sizes.head_dim == sizes.hidden:
-        return None
-    return f"its {heads} heads of {sizes.head_dim} channels must together be as wide as the hidden size {sizes.hidden}"
+@cache
+def tensor_names(architecture: str) -> Callable[[str], str | None]:
+    """Return (module's name pattern) -> its name pattern in a file of an architecture, or None; by the package gguf."""
+    names = _gguf().get_tensor_name_map(_number(architecture), 1)
+
+    @cache
+    def find(module: str) -> str | None:
+        found: str | None = names.get_name(module.replace("{i}", "0"))
+        return found and found.replace("blk.0.", BLOCK)
+
+    return find
+
+
+@cache
+def tensors_of(architecture: str) -> frozenset[str]:
+    """Return the name patterns of all tensors that an architecture can have, by the package gguf."""
+    gguf = _gguf()
+    names = (gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[_number(architecture)])
+    return frozenset(name.replace("{bid}", "{i}") for name in names)
+
+
+def _number(architecture: str) -> Any:
+    return next(number for number, name in _gguf().MODEL_ARCH_NAMES.items() if name == architecture)
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingDependencyError("gguf", "gguf", "Naming the tensors of a GGUF file") from error
+    return gguf
+
+
+def has_windows(config: PretrainedConfig) -> bool:
+    """Return whether a configuration names layers with a sliding window."""
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def window_period(config: PretrainedConfig) -> int:
+    """Return n if each n-th layer has no sliding window and all others have one; 0 = otherwise."""
+    kinds = list(config.layer_types)
+    if "full_attention" not in kinds:
+        return 0
+    period = kinds.index("full_attention") + 1
+    regular = all((kind == "full_attention") == (i % period == period - 1) for i, kind in enumerate(kinds))
+    return period if regular else 0
 
 
 def _deci_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
@@ -123,14 +201,6 @@ def _deci_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     return None
 
 
-DECI = GgufForm(
-    "deci",
-    DECODER,
-    DECODER_BIASES,
-    per_layer=True,
-    adjacent_pairs=True,
-    rope_factors=True,
-    obstacle=_deci_obstacle,
-)
+LLAMA = GgufForm("llama", DECODER_BIASES, adjacent_pairs=True, rope_factors=True)
+DECI = GgufForm("deci", DECODER_BIASES, per_layer=True, adjacent_pairs=True, rope_factors=True, obstacle=_deci_obstacle)
 """LLaMA with sizes per layer (in llama.cpp for Llama-3.1-Nemotron)."""
-LLAMA = GgufForm("llama", DECODER, DECODER_BIASES, adjacent_pairs=True, rope_factors=True)

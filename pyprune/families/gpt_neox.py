@@ -18,6 +18,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
+from pyprune.families.gguf_types import gguf_forms
 from pyprune.plan import BlockSizes, attention_and_mlp
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ FAMILIES = (
         classes=StockClasses(
             "transformers:GPTNeoXConfig", "transformers:GPTNeoXForCausalLM", f"{_MODELLING}:GPTNeoXLayer"
         ),
+        gguf=gguf_forms("gpt_neox"),
         rows=_ROWS,
         stock_targets=(
             StockTarget(

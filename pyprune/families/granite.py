@@ -6,31 +6,17 @@ None of the factors is derived from a size, so all of them keep their dense valu
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, StockClasses
 from pyprune.families.common import biased_target, decoder_rows, width_obstacle
 from pyprune.families.gguf_forms import LLAMA
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-
-def _factors(config: PretrainedConfig) -> dict[str, Any]:
-    return {
-        "attention.scale": float(config.attention_multiplier),
-        "embedding_scale": float(config.embedding_multiplier),
-        "residual_scale": float(config.residual_multiplier),
-        "logit_scale": float(config.logits_scaling),
-    }
-
 
 FAMILIES = (
     Family(
         model_type="granite",
         classes=StockClasses.locate("granite", "Granite"),
         vllm_layer="pyprune.serving.vllm.layers:ScaledDecoderLayer",
-        gguf=(replace(LLAMA, architecture="granite", metadata=_factors),),
+        gguf=(replace(LLAMA, architecture="granite"),),
         rows=decoder_rows(attention_bias=True, mlp_bias=True),
         stock_targets=(biased_target("granite", width_obstacle),),
     ),

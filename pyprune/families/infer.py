@@ -48,6 +48,7 @@ from pyprune.families.common import (
 from pyprune.families.engines import vllm_layer
 from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY, VARIANTS
 from pyprune.families.gemma4 import GIVEN
+from pyprune.families.gguf_types import gguf_forms
 from pyprune.families.latent import (
     HEAD_FIELDS,
     latent_channels,
@@ -351,6 +352,7 @@ def _infer(model_type: str) -> Family:
         **facts.flags,
         **(kinds | mixture),
         vllm_layer=vllm_layer(model_type),
+        gguf=gguf_forms(model_type),
     )
     narrow = rule == "heads times head_dim"
     if narrow or counts_shared or facts.shut or facts.kind_of:

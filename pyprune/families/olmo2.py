@@ -18,6 +18,7 @@ from pyprune.families.common import (
     output_bias_obstacle,
     width_obstacle,
 )
+from pyprune.families.gguf_types import gguf_forms
 
 _ROWS = (
     EMBEDDING,
@@ -33,6 +34,7 @@ FAMILIES = (
     Family(
         model_type="olmo2",
         classes=StockClasses.locate("olmo2", "Olmo2"),
+        gguf=gguf_forms("olmo2"),
         rows=_ROWS,
         stock_targets=(StockTarget("olmo2", first_obstacle(output_bias_obstacle("OLMo 2's MLP"), width_obstacle)),),
         vllm_layer="pyprune.serving.vllm.layers:Olmo2DecoderLayer",

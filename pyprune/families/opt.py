@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.families.base import Family, Row, StockClasses, StockTarget
 from pyprune.families.common import HEAD, attention_rows, norm_rows, plain_mlp_rows, width_obstacle
+from pyprune.families.gguf_types import gguf_forms
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ FAMILIES = (
         model_type="opt",
         classes=StockClasses.locate("opt", "OPT"),
         vllm="pyprune.serving.vllm.opt:PrunedOPTForCausalLM",
-        gguf="llama.cpp has no architecture for OPT.",
+        gguf=gguf_forms("opt"),
         rows=_ROWS,
         layers_path="model.decoder.layers",
         mlp_modules=("fc1", "fc2"),

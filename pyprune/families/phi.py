@@ -16,7 +16,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
-from pyprune.families.gguf_forms import ATTENTION, BLOCK, DECODER_BIASES, OUTER, GgufForm, GgufSizes, square_obstacle
+from pyprune.families.gguf_forms import DECODER_BIASES, LAYER_NORM_BIASES, GgufForm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,25 +38,7 @@ _ROWS = (
 )
 
 
-def _phi2_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
-    return "it has a head of its own; the model's is tied" if sizes.tied else square_obstacle(config, sizes)
-
-
-_PHI2 = GgufForm(
-    "phi2",
-    {
-        **OUTER,
-        **ATTENTION,
-        "model.final_layernorm": "output_norm",
-        LAYER + "input_layernorm": BLOCK + "attn_norm",
-        LAYER + "self_attn.dense": BLOCK + "attn_output",
-        LAYER + "mlp.fc1": BLOCK + "ffn_up",
-        LAYER + "mlp.fc2": BLOCK + "ffn_down",
-    },
-    (*DECODER_BIASES, "attn_norm", "output_norm", "output"),
-    activation="gelu_new",
-    obstacle=_phi2_obstacle,
-)
+_PHI2 = GgufForm("phi2", (*DECODER_BIASES, *LAYER_NORM_BIASES, "output"), "gelu_new", square=True, own_head=True)
 
 FAMILIES = (
     Family(

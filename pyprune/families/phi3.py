@@ -14,6 +14,7 @@ from pyprune.families.common import (
     output_rows,
     width_obstacle,
 )
+from pyprune.families.gguf_types import gguf_forms
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ FAMILIES = (
         model_type="phi3",
         classes=StockClasses.locate("phi3", "Phi3"),
         vllm_layer="pyprune.serving.vllm.layers:PrunedDecoderLayer",
+        gguf=gguf_forms("phi3"),
         rows=decoder_rows(
             (
                 *input_rows(LAYER + "self_attn.qkv_proj", ("heads", "kv_heads", "kv_heads"), "attention"),

@@ -15,15 +15,7 @@ from pyprune.families.common import (
     output_bias_obstacle,
     width_obstacle,
 )
-from pyprune.families.gguf_forms import (
-    DECI,
-    DECODER,
-    NORMED_DECODER,
-    QKV_BIASES,
-    GgufForm,
-    GgufSizes,
-    square_obstacle,
-)
+from pyprune.families.gguf_forms import DECI, GgufForm, GgufSizes
 from pyprune.plan import PrunePlan
 
 if TYPE_CHECKING:
@@ -66,7 +58,7 @@ FAMILIES = (
         classes=StockClasses.locate("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm.layers:BiasedDecoderLayer",
         unserved=_partial_window_obstacle,
-        gguf=(GgufForm("qwen2", DECODER, QKV_BIASES, obstacle=square_obstacle), DECI),
+        gguf=(GgufForm("qwen2", square=True), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
             StockTarget("qwen2", first_obstacle(_head_dim_obstacle, output_bias_obstacle("Qwen2"), width_obstacle)),
@@ -79,8 +71,8 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:NormedDecoderLayer",
         unserved=_partial_window_obstacle,
         gguf=(
-            GgufForm("qwen3", NORMED_DECODER),
-            GgufForm("openelm", NORMED_DECODER, per_layer=True, fused_qkv=True, obstacle=_openelm_obstacle),
+            GgufForm("qwen3", ()),
+            GgufForm("openelm", (), per_layer=True, fused_qkv=True, obstacle=_openelm_obstacle),
         ),
         rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),
         stock_targets=(StockTarget("qwen3", first_obstacle(output_bias_obstacle("Qwen3's MLP"), width_obstacle)),),

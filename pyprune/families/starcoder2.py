@@ -14,6 +14,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
+from pyprune.families.gguf_types import gguf_forms
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,6 +36,7 @@ FAMILIES = (
         model_type="starcoder2",
         classes=StockClasses.locate("starcoder2", "Starcoder2"),
         vllm_layer="pyprune.serving.vllm.layers:Starcoder2DecoderLayer",
+        gguf=gguf_forms("starcoder2"),
         rows=decoder_rows(
             mlp=plain_mlp_rows(LAYER + "mlp.c_fc", LAYER + "mlp.c_proj"), attention_bias=True, norm_bias=True
         ),

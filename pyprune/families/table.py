@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from pyprune.families import all_families, family_or_reason, find_family
+from pyprune.families import all_families, family_or_reason, find_family, gguf_types
 from pyprune.families.base import Family
 from pyprune.families.engines import NEARLY, NOT_ON_CPU, REFUSED, vllm_cell
 from pyprune.families.gemma4 import GIVEN
@@ -51,6 +51,11 @@ def vllm_table() -> Table:
     return Table("vLLM", ("type", "vLLM", "reason"), tuple(rows))
 
 
+def gguf_table() -> Table:
+    """Return a row for each type that llama.cpp does not hold, with the reason."""
+    return Table("GGUF", ("type", "reason"), tuple(sorted(gguf_types.REFUSED.items())))
+
+
 def refused_table(model_types: Iterable[str]) -> Table:
     """Return a row for each of these types that has no family, with the reason."""
     reasons = [(name, family_or_reason(name)) for name in sorted(model_types) if find_family(name) is None]
@@ -67,7 +72,7 @@ def _row(family: Family) -> tuple[str, ...]:
     reasons += [f"{name} is {value}: {reason}" for name, (value, reason) in family.refused_switches.items()]
     cells.append("yes" if "experts" in family.mixture_fields else "")
     cells.append(", ".join(dict.fromkeys(target.model_type for target in family.stock_targets)))
-    cells += [vllm_cell(family), "no" if isinstance(family.gguf, str) else "yes"]
+    cells += [vllm_cell(family), gguf_types.gguf_cell(family.model_type, family.gguf)]
     return (family.model_type, _source(family), *cells, "; ".join(reasons))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -15,8 +18,9 @@ from pyprune.checkpoint.places import Places
 from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import Family, all_families, dense_family, family_for
-from pyprune.families.gguf_forms import BLOCK, GgufForm, GgufSizes
+from pyprune.families import Family, Row, all_families, dense_family, family_for
+from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, GgufForm, GgufSizes, has_windows, window_period
+from pyprune.families.gguf_types import FORMS
 from pyprune.plan import PrunePlan
 from pyprune.serving.gguf.blocks import Array
 
@@ -24,8 +28,19 @@ ZERO_FFN = 32
 """Channels of the FFN of zeros that stands for a skipped MLP: llama.cpp's deci drops the residual stream of a layer
 without one. Blocks of 32 divide it; K-quants leave it to others."""
 
+KEPT = ("_norm.", "ffn_gate_inp.")
+"""Parts of the names of tensors that are float32 in every format."""
+
 COMPUTED_ROPE = ("default", "linear")
 """Types of rotary positions that llama.cpp computes from the metadata."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter of a checkpoint: its shape, and a function that reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,21 +52,22 @@ class Model:
         config: of the checkpoint.
         form: llama.cpp's architecture.
         sizes: of every layer.
-        tensors: the checkpoint's tensors.
-        stored: parameter name -> its name in the checkpoint.
+        folder: of the checkpoint.
+        tensors: parameter name -> its shape, and a function that reads it. The buffers that belong to experts are here
+            too.
     """
 
     family: Family
     config: PretrainedConfig
     form: GgufForm
     sizes: GgufSizes
-    tensors: TensorFiles
-    stored: dict[str, str]
+    folder: Path
+    tensors: dict[str, Stored]
 
     @property
     def head(self) -> str:
         """Name in the file of the matrix that makes the logits."""
-        return "token_embd.weight" if self.sizes.tied else "output.weight"
+        return "token_embd.weight" if self.sizes.tied and not self.form.own_head else "output.weight"
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,11 @@ class Planned:
     shape: tuple[int, ...]
     make: Callable[[], Array]
 
+    @property
+    def is_matrix(self) -> bool:
+        """True of what is multiplied with activations; norms, biases and routers are float32 in every format."""
+        return len(self.shape) > 1 and self.name.endswith(".weight") and not any(k in self.name for k in KEPT)
+
 
 def open_model(folder: Path) -> Model:
     """Read a checkpoint folder, or the text tower of a multimodal one, and choose the architecture.
@@ -78,34 +99,35 @@ def open_model(folder: Path) -> Model:
     """
     from pyprune.checkpoint.configuration import read_dense_files, read_tower_config
 
-    tensors = TensorFiles(folder)
+    files = TensorFiles(folder)
     if tower := read_tower_config(folder):
-        config, shapes, stored = tower
+        config, shapes, names = tower
+        tensors = {name: Stored(shape, partial(files.read, names[name])) for name, shape in shapes.items()}
     else:
-        files = read_dense_files(folder)
-        config, shapes = files.config, files.shapes
-        stored = _stored_names(tensors, files.places, shapes, folder)
+        dense = read_dense_files(folder)
+        config, shapes = dense.config, dense.shapes
+        tensors = _stored_tensors(files, dense.places, shapes)
     family = dense_family(config)
-    tied = bool(config.tie_word_embeddings)
-    sizes = sizes_of(family, config, shapes, tied=tied)
-    return Model(family, config, choose_form(family, config, sizes, list(stored)), sizes, tensors, stored)
+    sizes = sizes_of(family, config, shapes, tied=bool(config.tie_word_embeddings))
+    return Model(family, config, choose_form(family, config, sizes, list(tensors)), sizes, folder, tensors)
 
 
-def _stored_names(
-    tensors: TensorFiles, places: Places, shapes: Mapping[str, tuple[int, ...]], folder: Path
-) -> dict[str, str]:
-    """Return parameter name -> name in the files, of a model whose parameters are all stored as they are."""
-    stored = {}
+def _stored_tensors(files: TensorFiles, places: Places, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """Return the parameters, and the buffers that belong to experts, of a model whose files are not a tower's."""
+    placed = places.tensors
     for name, shape in shapes.items():
-        place = next(iter(places.tensors[name].names(0)), None) if name in places.tensors else None
-        if place is None or tensors.shape(place) != shape:
-            seen = "is missing" if place is None else f"has the shape {tensors.shape(place)}"
+        place = placed.get(name)
+        stored = files.shape(place.names(0)[0]) if place and place.converter is None else shape
+        if place is None or stored != shape:
+            seen = "is missing" if place is None else f"has the shape {stored}"
             raise CheckpointError(
-                f"{name} of {folder} {seen}; by config.json it is {shape}. The checkpoint is incomplete or damaged; "
-                "fetch or write it again."
+                f"{name} of {files.folder} {seen}; by config.json it is {shape}. The checkpoint is incomplete or "
+                "damaged; fetch or write it again."
             )
-        stored[name] = place
-    return stored
+    buffers = {name: files.shape(placed[name].names(0)[0]) for name in placed if name.endswith(CORRECTIONS)}
+    return {
+        name: Stored(shape, partial(placed[name].read, files.read)) for name, shape in (buffers | {**shapes}).items()
+    }
 
 
 def sizes_of(
@@ -119,17 +141,23 @@ def sizes_of(
         shapes: parameter name -> shape.
         tied: whether the head is the embedding.
     """
-    head_dim = family.sizes(config).head_dim
+    head_dim, kinds = family.sizes(config).head_dim, family.layer_kinds(config)
     layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
     for name, shape in shapes.items():
-        row, index = family.match(name)
+        row, index = family.match(name, kinds)
         if index is not None:
-            layers[index] |= {axis: size for axis, size in zip(row.axes, shape, strict=True) if isinstance(axis, str)}
+            dimensions = zip(row.dimensions, shape, strict=True)
+            layers[index] |= {axes[0]: size for axes, size in dimensions if len(axes) == 1}
+            if row.fused_dim is not None and "kv_heads" in row.dimensions[row.fused_dim]:
+                layers[index]["qkv"] = shape[row.fused_dim]
+    for layer in layers:
+        layer.setdefault("kv_heads", (layer.get("qkv", 0) - layer.get("heads", 0)) // 2)
     widths = tuple(
         (layer.get("heads", 0) // head_dim, layer.get("kv_heads", 0) // head_dim, layer.get("ffn", 0))
         for layer in layers
     )
-    return GgufSizes(config.hidden_size, head_dim, widths, tied)
+    mixtures = tuple((layer.get("experts", 0), layer.get("shared_ffn", 0)) for layer in layers)
+    return GgufSizes(config.hidden_size, head_dim, widths, tied, mixtures if family.mixture_fields else ())
 
 
 def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> GgufForm:
@@ -145,7 +173,7 @@ def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, name
         UnsupportedModelError: none does; the message has the reason of each.
     """
     if isinstance(family.gguf, str):
-        able = sorted(name for name, other in all_families().items() if not isinstance(other.gguf, str))
+        able = sorted({*FORMS, *(name for name, other in all_families().items() if not isinstance(other.gguf, str))})
         raise UnsupportedModelError(
             f"A {family.model_type} model cannot be written as GGUF: {family.gguf} "
             f"Families that can: {', '.join(able)}."
@@ -169,16 +197,46 @@ def _form_obstacle(
         return "sizes differ between layers or a sub-block is skipped"
     if getattr(config, "norm_size", None) is not None:
         return "its LayerNorm divides by the stored hidden size, the model's by the dense one"
-    foreign = [row.pattern for row in (family.match(name)[0] for name in names) if form.name_of(row.pattern) is None]
+    foreign = [row.pattern for row in (_row(family, name)[0] for name in names) if not form.names_of(row)]
     if foreign:
         return f"it has no place for {foreign[0]}"
+    if form.square and sizes.layers[0][0] * sizes.head_dim != sizes.hidden:
+        return (
+            f"its {sizes.layers[0][0]} heads of {sizes.head_dim} channels must together be as wide as the hidden size "
+            f"{sizes.hidden}"
+        )
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation != form.activation:
         return f"its MLP uses {form.activation}, the model's {activation}"
     kind = rope_type(config)
     if kind not in COMPUTED_ROPE and not (kind == "llama3" and form.rope_factors):
         return f"it is not given rotary positions of the type {kind!r}"
-    return form.obstacle(config, sizes)
+    if form.windows and has_windows(config) and not window_period(config):
+        return "its layers without a window must come at equal distances, the last of each group"
+    if form.windows == "always" and not has_windows(config):
+        return "some of its layers have a sliding window"
+    return _experts_obstacle(form, config, sizes) or form.obstacle(config, sizes)
+
+
+def _experts_obstacle(form: GgufForm, config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    dense = sum(not experts for experts, _ in sizes.mixtures)
+    if dense == len(sizes.mixtures):
+        return "it has mixtures of experts" if dense else None
+    if dense > sizes.dense_layers:
+        return "its dense layers are the first ones"
+    normed = form.normed_experts
+    if normed is not None and getattr(config, "norm_topk_prob", normed) != normed:
+        return f"it computes with norm_topk_prob = {normed}, the model's is {config.norm_topk_prob}"
+    return "it chooses no groups of experts" if (getattr(config, "n_group", None) or 1) > 1 else None
+
+
+def _row(family: Family, name: str, kinds: tuple[str, ...] = ()) -> tuple[Row, int | None]:
+    """Return the row of a parameter, or of a buffer that belongs to experts, and the index of its layer."""
+    if not name.endswith(CORRECTIONS):
+        return family.match(name, kinds)
+    start = re.match(re.escape(family.layers_path) + r"\.(\d+)\.", name)
+    index = int(start[1]) if start else 0
+    return Row(name.replace(f".{index}.", ".{i}.", 1), ("experts",), "inner", "mlp"), index
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -213,7 +271,10 @@ class GgufRules:
         target = choose_target(self._family, self._config, plan)
         family = dense_family(target.config)
         tied = bool(target.config.tie_word_embeddings)
-        sizes = GgufSizes(len(plan.hidden), plan.dense.head_dim, tuple(layer.widths for layer in plan.layers), tied)
+        widths = tuple(layer.widths for layer in plan.layers)
+        mixtures = tuple((len(layer.units("experts")), len(layer.units("shared_ffn"))) for layer in plan.layers)
+        mixtures = mixtures if family.mixture_fields else ()
+        sizes = GgufSizes(len(plan.hidden), plan.dense.head_dim, widths, tied, mixtures)
         biases = [pattern.replace("{i}", "0") for pattern, _ in target.zero_biases]
         try:
             choose_form(family, target.config, sizes, [*self._names, *biases])
@@ -225,38 +286,70 @@ class GgufRules:
 def planned_tensors(model: Model) -> Iterator[Planned]:
     """Yield every tensor of the file but the rotary factors, in the order of the checkpoint's parameters."""
     fused: dict[int, dict[str, Planned]] = {}
-    for name, stored in model.stored.items():
-        row, index = model.family.match(name)
-        pattern = model.form.name_of(row.pattern)
-        if pattern is None:
-            continue
-        planned = _plan_tensor(model, stored, pattern, index, norm=row.is_norm_weight or row.axes == ("head_dim",))
-        part = pattern.removeprefix(BLOCK)
-        if model.form.fused_qkv and index is not None and part in ("attn_q.weight", "attn_k.weight", "attn_v.weight"):
-            parts = fused.setdefault(index, {})
-            parts[part] = planned
-            if len(parts) == 3:
-                yield _fuse(index, [parts[f"attn_{kind}.weight"] for kind in "qkv"])
-        else:
-            yield planned
+    kinds = model.family.layer_kinds(model.config)
+    for name, stored in model.tensors.items():
+        row, index = _row(model.family, name, kinds)
+        names = model.form.names_of(row)
+        for part, pattern in enumerate(names):
+            change = partial(_arranged, model, row, pattern, part, len(names))
+            make = partial(_made, model, name, row, change)
+            shape = tuple(change(torch.empty(stored.shape, device="meta")).shape)
+            planned = Planned(pattern.replace("{i}", str(index)), shape, make)
+            kind = pattern.removeprefix(BLOCK).partition(".")[0].removeprefix("attn_")
+            if model.form.fused_qkv and index is not None and kind in ("q", "k", "v"):
+                parts = fused.setdefault(index, {})
+                parts[kind] = planned
+                if len(parts) == 3:
+                    yield _fuse(index, [parts[kind] for kind in "qkv"])
+            else:
+                yield planned
+            if model.form.own_head and model.sizes.tied and pattern == "token_embd.weight":
+                yield replace(planned, name="output.weight")
     for index, (_, _, ffn) in enumerate(model.sizes.layers):
         if not ffn:
             yield from _zero_ffn(index, model.sizes.hidden)
 
 
-def _plan_tensor(model: Model, stored: str, pattern: str, index: int | None, *, norm: bool) -> Planned:
-    shape = model.tensors.shape(stored)
-    turned = model.form.adjacent_pairs and pattern.startswith((BLOCK + "attn_q.", BLOCK + "attn_k."))
+def _made(model: Model, name: str, row: Row, change: Callable[[Tensor], Tensor]) -> Array:
+    """Read a parameter and return what the file holds of it."""
+    tensor = model.tensors[name].read()
+    check_finite(name, tensor, model.folder)
+    offset = model.family.unit_offset_norm and (row.is_norm_weight or row.axes == ("head_dim",))
+    return change(tensor.float() + 1 if offset else tensor.float()).contiguous().numpy()
 
-    def make() -> Array:
-        tensor = model.tensors.read(stored)
-        check_finite(stored, tensor, model.tensors.folder)
-        values = tensor.float()
-        if norm and model.family.unit_offset_norm:
-            values = values + 1
-        return _adjacent_pairs(values, model.sizes.head_dim).numpy() if turned else values.numpy()
 
-    return Planned(pattern if index is None else pattern.replace("{i}", str(index)), shape, make)
+def _arranged(model: Model, row: Row, pattern: str, part: int, parts: int, values: Tensor) -> Tensor:
+    """Put the values of a parameter in the order of the file.
+
+    Args:
+        model: see there.
+        row: of the parameter.
+        pattern: of the tensor's name in the file.
+        part: the tensor's place among those that the parameter becomes.
+        parts: their number.
+        values: of the parameter.
+    """
+    if "inner" in row.axes:
+        values = values.squeeze()  # the gate of shared experts is a vector in the file
+    if row.by_group and "kv_heads" in row.dimensions[0]:
+        values = _whole_axes(values, model.sizes.head_dim)
+    if values.ndim == 3 and (row.fused_dim == 2 or row.axes[1] == "ffn"):
+        values = values.transpose(1, 2)  # the outputs of an expert are its rows
+    if model.form.adjacent_pairs and pattern.startswith((BLOCK + "attn_q.", BLOCK + "attn_k.")):
+        values = _adjacent_pairs(values, model.sizes.head_dim)
+    if parts == 1:
+        return values
+    dim = values.ndim - 1 if row.is_bias else values.ndim - 2
+    size = values.shape[dim] // parts
+    if row.by_group:  # one channel of each after another
+        return values.movedim(dim, 0)[part::parts].movedim(0, dim)
+    return values.narrow(dim, part * size, size)
+
+
+def _whole_axes(values: Tensor, head_dim: int) -> Tensor:
+    """Put all queries in front of all keys and all values, [heads x (query, key, value) x head_dim, ...] in and out."""
+    rest = values.shape[1:]
+    return values.view(-1, 3, head_dim, *rest).transpose(0, 1).reshape(values.shape)
 
 
 def _adjacent_pairs(values: Tensor, head_dim: int) -> Tensor:

@@ -9,10 +9,15 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from pyprune.families.gguf_forms import GgufForm
+from pyprune.families.gguf_forms import FACTORS, GgufForm, has_windows, norm_epsilon, window_period
+from pyprune.families.mixtures import CHOSEN_COUNTS, SHARED_COUNTS
 from pyprune.serving.checkpoints import scaled_positions
 from pyprune.serving.gguf.blocks import Array
 from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Model, rope_parameters, rope_type
+
+USED = (*CHOSEN_COUNTS, "moe_k")
+SCALES = ("routed_scaling_factor", "route_scale")
+"""Fields of configurations: experts that a token is sent to, and the factor on what they add."""
 
 
 def add_metadata(writer: Any, model: Model) -> list[str]:
@@ -37,10 +42,8 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
     writer.add_feed_forward_length(_one_or_all([n or ZERO_FFN for n in ffn]))
     writer.add_key_length(sizes.head_dim)
     writer.add_value_length(sizes.head_dim)
-    if model.family.norm == "rms":
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    else:
-        writer.add_layer_norm_eps(config.layer_norm_eps)
+    add_epsilon = writer.add_layer_norm_rms_eps if model.family.norm == "rms" else writer.add_layer_norm_eps
+    add_epsilon(norm_epsilon(config))
     rope = rope_parameters(config)
     writer.add_rope_dimension_count(int(sizes.head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(float(rope["rope_theta"]))
@@ -48,7 +51,7 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
         _add(writer, "rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(float(rope["factor"]))
         writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
-    for key, value in model.form.metadata(config).items():
+    for key, value in {**_further(model), **model.form.metadata(config)}.items():
         _add(writer, key, value)
     if not all(ffn):
         notes.append(
@@ -57,14 +60,53 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
     return notes
 
 
+def _further(model: Model) -> dict[str, Any]:
+    """Return keys that only some models have: factors, windows, and what tells of experts."""
+    config, form = model.config, model.form
+    values: dict[str, Any] = {}
+    for key, names in FACTORS.items():
+        if factor := _first(config, names, None):
+            values[key] = float(factor)
+    if form.windows and has_windows(config):
+        rope = config.rope_parameters.get("sliding_attention", rope_parameters(config))
+        values["attention.sliding_window"] = config.sliding_window
+        values["attention.sliding_window_pattern"] = window_period(config)
+        values["rope.freq_base_swa"] = float(rope["rope_theta"])
+    if getattr(config, "clip_qkv", None):
+        values["attention.clamp_kqv"] = float(config.clip_qkv)
+    mixtures = [i for i, (experts, _) in enumerate(model.sizes.mixtures) if experts]
+    if not mixtures:
+        return values
+    experts, shared = model.sizes.mixtures[mixtures[0]]
+    width = model.sizes.layers[mixtures[0]][2]
+    values["expert_count"] = experts
+    values["expert_used_count"] = _first(config, USED, 1)
+    values["expert_feed_forward_length"] = width
+    values["expert_shared_feed_forward_length"] = shared
+    values["expert_shared_count"] = shared and _first(config, SHARED_COUNTS, 1)
+    values["leading_dense_block_count"] = model.sizes.dense_layers
+    values["expert_weights_norm"] = bool(_first(config, ("norm_topk_prob",), form.normed_experts is not False))
+    values["expert_weights_scale"] = float(_first(config, SCALES, 1.0))
+    values["expert_gating_func"] = form.gating
+    return values
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...], default: Any) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
 def _one_or_all(values: list[int]) -> int | list[int]:
     """Return a number where all layers agree: most architectures read no list."""
     return values[0] if len(set(values)) == 1 else values
 
 
-def _add(writer: Any, key: str, value: int | float | str) -> None:
+def _add(writer: Any, key: str, value: bool | int | float | str | list[Any]) -> None:
     name = f"{writer.arch}.{key}"
-    if isinstance(value, str):
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, list):
+        writer.add_array(name, value)
+    elif isinstance(value, str):
         writer.add_string(name, value)
     elif isinstance(value, float):
         writer.add_float32(name, value)

@@ -173,15 +173,15 @@ def _write(model: Model, path: Path, quantise: str, name: str) -> tuple[int, lis
     writer.add_name(name)
     writer.add_file_type(_file_type(quantise))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_plan(writer, model.tensors.folder)
+    _add_plan(writer, model.folder)
     notes = add_metadata(writer, model)
-    folder = model.tensors.folder
-    if has_tower(read_config(folder)):
+    if has_tower(read_config(model.folder)):
         notes.append("The file holds the text tower alone, which answers about text.")
-    notes += add_tokenizer(writer, load_tokenizer(str(folder)), model.config.vocab_size, _ends(folder))
+    tokenizer = load_tokenizer(str(model.folder))
+    notes += add_tokenizer(writer, tokenizer, model.config.vocab_size, _ends(model.folder))
     factors = [Planned(name, values.shape, partial(np.asarray, values)) for name, values in rope_factors(model)]
     planned = [*factors, *planned_tensors(model)]
-    formats = [kind_of(tensor.shape, quantise, head=tensor.name == model.head) for tensor in planned]
+    formats = [kind_of(t.shape, quantise, head=t.name == model.head) if t.is_matrix else "f32" for t in planned]
     for tensor, kind in zip(planned, formats, strict=True):
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype(np.float32), nbytes(tensor.shape, kind), raw_dtype=ggml_type(kind)
@@ -215,7 +215,7 @@ def _file_type(quantise: str) -> int:
 
 
 def _format_notes(planned: list[Planned], formats: list[str], quantise: str, head: str) -> Iterator[str]:
-    matrices = {t.name: kind for t, kind in zip(planned, formats, strict=True) if len(t.shape) > 1}
+    matrices = {t.name: kind for t, kind in zip(planned, formats, strict=True) if t.is_matrix}
     fine = FINE.get(quantise, quantise)
     for kind, multiple in ((NARROW.get(quantise), BLOCKS[quantise][0]), (FALLBACK, 32)):
         others = [name for name, used in matrices.items() if used == kind != quantise and name != head]

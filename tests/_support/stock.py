@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -106,30 +107,43 @@ def write_stock(model_type: str, out: Path, *, refused: bool = False, **changes:
     return axes
 
 
-def uniform_cut(model: PreTrainedModel, *, refused: bool = False) -> tuple[PrunePlan, tuple[str, ...]]:
+def uniform_cut(
+    model: PreTrainedModel,
+    *,
+    refused: bool = False,
+    removed: Sequence[int] | None = None,
+    obstacle: Callable[[PrunePlan], str | None] | None = None,
+) -> tuple[PrunePlan, tuple[str, ...]]:
     """Return the plan that cuts most axes with equal sizes in every layer, so that the type holds it, and its axes.
 
     Mixtures lose experts in any case.
+
+    Args:
+        model: of an inferred family.
+        refused: look for one that vLLM does not serve as Transformers does.
+        removed: the layers that are removed; None = those that vLLM can do without.
+        obstacle: why a plan is not looked for; None = what vLLM says.
     """
     config = model.config
     dense, closed = family_for(model).plan(config), family_for(model).closed_axes(config)
     for layer in dense.kept_layers:
         dense = with_experts(dense, layer, [1, 2, 4, 6])
+    layers = removed or ([1] if refused else _PERIODS.get(dense.model_type, [1]))
     subsets = [axes for count in (4, 3, 2, 1) for axes in combinations(AXES, count) if not {*axes} & {*closed}]
     for axes, hidden in product(subsets, (96, 64)):  # 64: as wide as the heads that are kept
         plan = dense
         for axis in axes:
-            plan = _cut(plan, axis, hidden, refused=refused)
+            plan = _cut(plan, axis, hidden, layers)
         target = choose_target(family_for(config), config, plan)
-        holds = plan != dense and target.stock is not None
-        if holds and bool(stock_obstacle(target.config.to_dict())) is refused:
+        reason = obstacle(plan) if obstacle else stock_obstacle(target.config.to_dict())
+        if plan != dense and target.stock is not None and bool(reason) is refused:
             return plan, axes
     raise AssertionError("no axis can be cut")
 
 
-def _cut(plan: PrunePlan, axis: str, hidden: int, *, refused: bool) -> PrunePlan:
+def _cut(plan: PrunePlan, axis: str, hidden: int, removed: Sequence[int]) -> PrunePlan:
     if axis == "layers":
-        return plan.drop_layers([1] if refused else _PERIODS.get(plan.model_type, [1]))
+        return plan.drop_layers(removed)
     if axis == "hidden":
         return plan.keep_hidden(range(hidden))
     dense = plan.dense

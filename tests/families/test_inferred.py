@@ -34,7 +34,7 @@ from pyprune.families import (
 )
 from pyprune.families.engines import CONDITIONS, NEARLY, NOT_ON_CPU, REFUSED, STOCK
 from pyprune.families.infer import causal_types, inferred_family
-from pyprune.families.table import open_table, vllm_table
+from pyprune.families.table import gguf_table, open_table, vllm_table
 from pyprune.plan import PrunePlan
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
@@ -407,7 +407,7 @@ def test_a_method_on_a_closed_axis_is_refused_before_it_decides(tmp_path: Path) 
 def test_the_tables_in_the_documentation_are_the_tables() -> None:
     """`pyprune families --markdown` prints it."""
     text = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
-    for table in map(markdown_table, (open_table([*all_families(), *INFERRED]), vllm_table())):
+    for table in map(markdown_table, (open_table([*all_families(), *INFERRED]), vllm_table(), gguf_table())):
         assert table in text, table
 
 
@@ -443,10 +443,12 @@ def test_each_type_has_one_verdict_of_vllm() -> None:
     assert {*verdicts, *CONDITIONS} <= {*all_families(), *INFERRED}
 
 
-def test_llama_cpp_has_no_layout_for_inferred_types(tmp_path: Path) -> None:
-    folder = write_model(tiny_inferred("smollm3"), tmp_path / "dense")
+@pytest.mark.parametrize(("name", "reason"), [("apertus", "pyprune has no layout"), ("doge", "has no architecture")])
+def test_a_type_without_a_gguf_form_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred(name), tmp_path / "dense")
     message = refused("export", folder, "--format", "gguf", "--out", tmp_path / "model.gguf")
-    assert "A smollm3 model cannot be written as GGUF: pyprune has no layout for this family" in message
+    assert f"A {name} model cannot be written as GGUF: " in message
+    assert reason in message
 
 
 def test_a_wrong_table_is_refused_before_anything_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

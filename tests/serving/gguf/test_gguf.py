@@ -72,6 +72,16 @@ def test_a_text_tower_is_written_as_its_text_model_is(model_type: str, tmp_path:
     assert all(np.array_equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
+def fewer_heads(plan: PrunePlan) -> PrunePlan:
+    """A third of the heads in every layer, and as many hidden channels as they have."""
+    groups = plan.dense.num_key_value_heads // 3 or 1
+    for layer in range(4):
+        plan = keep_kv_groups(
+            plan, layer, range(plan.dense.num_key_value_heads - groups, plan.dense.num_key_value_heads)
+        )
+    return plan.keep_hidden(range(len(plan.layers[0].query_heads) * plan.dense.head_dim))
+
+
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 BOTH_KINDS = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}
 
@@ -99,6 +109,12 @@ CASES = {
     "linear positions": Case("llama", identity, "llama", values={"rope_parameters": LINEAR}),
     "linear positions, qwen2": Case("qwen2", no_mlp, "deci", values={"rope_parameters": LINEAR}),
     "phi": Case("phi", lambda plan: plan.drop_layers([1]), "phi2", TABLE),
+    "phi, tied": Case("phi-tied", lambda plan: plan.drop_layers([1]), "phi2", TABLE),
+    "phi3": Case("phi3", fewer_heads, "phi3"),
+    "olmo2": Case("olmo2", lambda plan: plan.drop_layers([1]), "olmo2"),
+    "olmo2, tied": Case("olmo2", fewer_heads, "olmo2", values={"tie_word_embeddings": True}),
+    "starcoder2": Case("starcoder2", lambda plan: plan.drop_layers([0]), "starcoder2", TABLE),
+    "gpt_neox": Case("gpt_neox", fewer_heads, "gptneox", TABLE),
     "gemma3": Case("gemma3", identity, "gemma3", TABLE),
     "gemma3, cut alike": Case("gemma3", lambda plan: plan.keep_hidden(range(36)), "gemma3", TABLE),
     "gemma3, linear positions": Case("gemma3", identity, "gemma3", TABLE, {"rope_parameters": BOTH_KINDS}),
@@ -296,14 +312,13 @@ def test_the_plan_is_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (Case("opt", identity, ""), "no architecture for OPT"),
-        (Case("olmo2", identity, ""), "no layout for this family"),
+        (Case("opt", identity, ""), "no architecture for it"),
+        (Case("olmo2", lambda plan: plan.keep_hidden(range(36)), ""), "as wide as the hidden size 36"),
         (Case("llama", lambda plan: plan.with_layer(0, query_heads=[], kv_heads=[]), ""), "layer 0, whose attention"),
         (Case("qwen3", unequal, ""), "embedding must be tied"),
         (Case("qwen3-tied", no_mlp, ""), "none of its sub-blocks can be skipped"),
         (Case("phi", unequal, ""), "phi2: sizes differ between layers"),
         (Case("phi", lambda plan: plan.keep_hidden(range(36)), ""), "as wide as the hidden size 36"),
-        (Case("phi-tied", identity, ""), "a head of its own"),
         (Case("phi-tied", lambda plan: plan.keep_hidden(range(36)), ""), "LayerNorm divides by"),
         (Case("granite", no_mlp, ""), "granite: sizes differ between layers"),
         (Case("gemma3", lambda plan: plan.drop_layers([0]), ""), "must come at equal distances"),
