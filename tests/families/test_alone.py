@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pyprune.checkpoint.load import load_model
+from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.cut.mask import mask_, masked
 from pyprune.errors import ConfigError, PlanError, UnsupportedModelError
@@ -77,6 +80,22 @@ def test_the_contract_holds_after_reload_and_layer_by_layer(model_type: str, tmp
     if "past_key_values" in loaded(ids[:, :9], use_cache=True):
         assert_same_logits(cached_logits(loaded, ids, prompt=9), cached_logits(expected, ids, prompt=9))
     assert_same_generation(loaded, expected)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("model_type", ALONE)
+def test_the_names_in_files_are_those_of_the_source(model_type: str, tmp_path: Path) -> None:
+    """With layers counted anew, whatever the tables of Transformers make of them."""
+    dense = write_model(tiny_alone(model_type), tmp_path / "dense")
+    model, tokenizer = load_model(dense)
+    plan = plan_of(model)
+    compact_(model, plan)
+    save_checkpoint(model, tokenizer, tmp_path / "out", plan=plan, provenance={})
+    written, source = (load_file(folder / "model.safetensors").keys() for folder in (tmp_path / "out", dense))
+    unnumbered = [{re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in names} for names in (written, source)]
+    assert unnumbered[0] <= unnumbered[1]
+    again, _ = load_model(tmp_path / "out")
+    assert_same_logits(logits(again, tiny_batch()), logits(model, tiny_batch()))
 
 
 def assert_runs_layer_by_layer(model: PreTrainedModel, ids: torch.Tensor) -> None:

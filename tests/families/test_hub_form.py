@@ -181,6 +181,19 @@ def test_names_that_no_table_gives_back_are_kept(tmp_path: Path, monkeypatch: py
     assert "model.layers.1.block_sparse_moe.experts.6.w1.weight" in names
 
 
+@pytest.mark.second
+def test_files_in_the_form_of_memory_keep_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those that earlier releases wrote of models with sizes per layer."""
+    model = tiny("mixtral")
+    plan = axis_plans(family_for(model).plan(model.config))["unequal"]
+    dense = on_the_hub(model, tmp_path / "dense")
+    model.save_pretrained(dense, save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(dense / "model.safetensors")
+    out = cut_both_ways(dense, plan, tmp_path, monkeypatch)
+    assert load_file(out / "model.safetensors").keys() == load_file(dense / "model.safetensors").keys()
+    assert_answers_as_masked(AutoModelForCausalLM.from_pretrained(out).eval(), model, plan)
+
+
 def test_experts_are_cut_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a layer are a tensor in memory and many in files; the whole is never made."""
     model = tiny("mixtral")
