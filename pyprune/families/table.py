@@ -117,5 +117,6 @@ def model_table(family: Family, config: PretrainedConfig, name: str, also_closed
     rows += [(name, getattr(sizes, name)) for name in ("hidden_size", "vocab_size")]
     if not family.layers_alone:
         closed = dict.fromkeys(set(AXES) - set(_owned(family)), ", ".join(_kept_whole(family))) | closed
-    rows += [(f"axis {axis}", f"closed: {closed[axis]}" if axis in closed else "open") for axis in AXES]
+    axes = (*AXES, "experts") if "experts" in sizes.axes else AXES
+    rows += [(f"axis {axis}", f"closed: {closed[axis]}" if axis in closed else "open") for axis in axes]
     return Table(name, ("", "value"), tuple(rows))

@@ -28,6 +28,7 @@ from pyprune.probe.routers import close_experts
 from pyprune.run.prune import prune_checkpoint
 from pyprune.run.recipe import build_config
 from pyprune.run.streamed import NOTE
+from tests._support.cli import run
 from tests._support.compare import assert_same_logits
 from tests._support.inferred import tiny_inferred
 from tests._support.models import tiny_batch
@@ -224,6 +225,11 @@ def test_a_stock_configuration_counts_the_experts_that_are_kept(tmp_path: Path) 
     counts = [config.num_local_experts for config in model.config.per_layer_config]
     assert counts == [2, 6, 3, 7, 7]
     assert [len(layer.mlp.experts.down_proj) for layer in model.model.layers] == counts
+
+
+def test_the_command_says_that_experts_are_open(tmp_path: Path) -> None:
+    rows = json.loads(run("families", write_model(tiny_inferred("mixtral"), tmp_path), "--json", "-").output)
+    assert {row[""]: row["value"] for row in rows[str(tmp_path)]}["axis experts"] == "open"
 
 
 def test_as_many_experts_stay_as_a_token_reads() -> None:
