@@ -93,6 +93,7 @@ class GgufForm:
             keys are put in that order.
         fused_qkv: queries, keys and values are one tensor, ``attn_qkv``.
         rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
+        yarn: positions may be scaled by YaRN.
         windows: the architecture knows sliding windows, in all layers but each n-th; always = some layers have one.
         own_head: the file holds a head, also where it is the embedding.
         normed_experts: the weights of the chosen experts are divided by their sum; None = the file says.
@@ -109,6 +110,7 @@ class GgufForm:
     adjacent_pairs: bool = False
     fused_qkv: bool = False
     rope_factors: bool = False
+    yarn: bool = False
     windows: Literal["", "some", "always"] = ""
     own_head: bool = False
     normed_experts: bool | None = None

@@ -92,7 +92,9 @@ FORMS: Mapping[str, GgufForm] = {
         own_head=True,
         metadata=lambda config: {"use_parallel_residual": config.use_parallel_residual},
     ),
-    "gpt_oss": GgufForm("gpt-oss", (*QKV_BIASES, "attn_output"), windows="always", own_head=True, normed_experts=True),
+    "gpt_oss": GgufForm(
+        "gpt-oss", (*QKV_BIASES, "attn_output"), yarn=True, windows="always", own_head=True, normed_experts=True
+    ),
     "granitemoe": replace(LLAMA, architecture="granitemoe", normed_experts=True),
     "granitemoeshared": replace(LLAMA, architecture="granitemoe", normed_experts=True),
     "helium": replace(LLAMA, adjacent_pairs=False),
@@ -112,7 +114,7 @@ FORMS: Mapping[str, GgufForm] = {
     "olmoe": GgufForm("olmoe", square=True, own_head=True, normed_experts=False, obstacle=_grouped_obstacle),
     "phi3": GgufForm("phi3", square=True),
     "qwen2_moe": GgufForm("qwen2moe", square=True, own_head=True, normed_experts=False),
-    "qwen3_moe": GgufForm("qwen3moe", normed_experts=True),
+    "qwen3_moe": GgufForm("qwen3moe", normed_experts=True, yarn=True),
     "seed_oss": GgufForm("seed_oss"),
     "smollm3": GgufForm("smollm3", adjacent_pairs=True, obstacle=_smollm3_obstacle),
     "solar_open": GgufForm("glm4moe", gating=2),

@@ -209,7 +209,8 @@ def _form_obstacle(
     if activation != form.activation:
         return f"its MLP uses {form.activation}, the model's {activation}"
     kind = rope_type(config)
-    if kind not in COMPUTED_ROPE and not (kind == "llama3" and form.rope_factors):
+    given = {"llama3": form.rope_factors, "yarn": form.yarn and "mscale" not in rope_parameters(config)}
+    if kind not in COMPUTED_ROPE and not given.get(kind):
         return f"it is not given rotary positions of the type {kind!r}"
     if form.windows and has_windows(config) and not window_period(config):
         return "its layers without a window must come at equal distances, the last of each group"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pyprune.families.gguf_forms import FACTORS, GgufForm, has_windows, norm_eps
 from pyprune.families.mixtures import CHOSEN_COUNTS, SHARED_COUNTS
 from pyprune.serving.checkpoints import scaled_positions
 from pyprune.serving.gguf.blocks import Array
-from pyprune.serving.gguf.layout import COMPUTED_ROPE, ZERO_FFN, Model, rope_parameters, rope_type
+from pyprune.serving.gguf.layout import ZERO_FFN, Model, rope_parameters, rope_type
 
 USED = (*CHOSEN_COUNTS, "moe_k")
 SCALES = ("routed_scaling_factor", "route_scale")
@@ -51,6 +52,14 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
         _add(writer, "rope.scaling.type", "linear")
         writer.add_rope_scaling_factor(float(rope["factor"]))
         writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+    if rope.get("rope_type") == "yarn":
+        for key, value in _yarn(rope).items():
+            _add(writer, f"rope.scaling.{key}", value)
+        if not rope.get("truncate", True):
+            notes.append(
+                "llama.cpp rounds the bounds of the frequencies that YaRN scales, and this model does not (truncate): "
+                "log probabilities differ by about 0.01."
+            )
     for key, value in {**_further(model), **model.form.metadata(config)}.items():
         _add(writer, key, value)
     if not all(ffn):
@@ -58,6 +67,19 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
             f"{ffn.count(0)} skipped MLPs are written as FFNs of {ZERO_FFN} zero channels, which llama.cpp needs."
         )
     return notes
+
+
+def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of YaRN; llama.cpp multiplies its factor on scores with one that it computes."""
+    computed = 1 + 0.1 * math.log(rope["factor"])
+    return {
+        "type": "yarn",
+        "factor": float(rope["factor"]),
+        "original_context_length": int(rope["original_max_position_embeddings"]),
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "attn_factor": float(rope.get("attention_factor") or computed) / computed,
+    }
 
 
 def _further(model: Model) -> dict[str, Any]:
@@ -140,7 +162,7 @@ def rope_factors(model: Model) -> Iterator[tuple[str, Array]]:
 
     rope = rope_parameters(model.config)
     kind = rope_type(model.config)
-    if kind in COMPUTED_ROPE:
+    if kind != "llama3":
         return
     scaled, _ = ROPE_INIT_FUNCTIONS[kind](model.config, torch.device("cpu"))
     steps = torch.arange(0, model.sizes.head_dim, 2, dtype=torch.float64) / model.sizes.head_dim

@@ -62,9 +62,9 @@ def gguf_model(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-def written(name: str, folder: Path, quantise: str = "f32") -> tuple[PreTrainedModel, GgufReport, tuple[str, ...]]:
-    """Cut a tiny model along most axes that it has; return it, the file made of it, and the axes."""
-    model = gguf_model(name)
+def written(name: str, folder: Path, **changes: Any) -> tuple[PreTrainedModel, GgufReport, tuple[str, ...]]:
+    """Cut a tiny model along most axes that it has; return it, the file made of it in float32, and the axes."""
+    model = gguf_model(name, **changes)
     rules = GgufRules(model.config, [key for key, _ in model.named_parameters()])
     plan, cut = uniform_cut(model, removed=REMOVED.get(name, [1]), obstacle=rules.obstacle)
     cut = (
@@ -74,7 +74,7 @@ def written(name: str, folder: Path, quantise: str = "f32") -> tuple[PreTrainedM
     )
     assert compact_(model, plan).stock
     save_checkpoint(model, byte_level_tokenizer(), folder / "model", plan=plan, provenance={})
-    return model, export_gguf(folder / "model", folder / "model.gguf", quantise=quantise), cut
+    return model, export_gguf(folder / "model", folder / "model.gguf", quantise="f32"), cut
 
 
 @torch.no_grad()

@@ -33,6 +33,26 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
     assert difference(model, report.path) < (5e-3 if name in NEARLY else 1e-5)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [("gpt_oss", YARN), pytest.param("qwen3_moe", YARN | {"attention_factor": 1.3}, marks=pytest.mark.second)],
+)
+def test_positions_scaled_by_yarn_are_exact(name: str, rope: dict[str, Any], tmp_path: Path) -> None:
+    model, report, _ = written(name, tmp_path, rope_parameters=rope)
+    assert report.notes == ()
+    assert difference(model, report.path) < 1e-5
+
+
+def test_bounds_of_yarn_that_llama_cpp_rounds_are_reported(tmp_path: Path) -> None:
+    """The published GPT-OSS has such bounds."""
+    model, report, _ = written("gpt_oss", tmp_path, rope_parameters=YARN | {"truncate": False})
+    assert "llama.cpp rounds the bounds" in " ".join(report.notes)
+    assert 1e-4 < difference(model, report.path) < 0.05
+
+
 def test_experts_are_quantised_and_routers_are_not(tmp_path: Path) -> None:
     model = gguf_model("mixtral", num_experts_per_tok=7)  # rounding cannot change which experts are chosen
     save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=None, provenance={})
