@@ -203,6 +203,8 @@ def _deci_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     return None
 
 
-LLAMA = GgufForm("llama", DECODER_BIASES, adjacent_pairs=True, rope_factors=True)
-DECI = GgufForm("deci", DECODER_BIASES, per_layer=True, adjacent_pairs=True, rope_factors=True, obstacle=_deci_obstacle)
+LLAMA = GgufForm("llama", DECODER_BIASES, adjacent_pairs=True, rope_factors=True, yarn=True)
+DECI = GgufForm(
+    "deci", DECODER_BIASES, per_layer=True, adjacent_pairs=True, rope_factors=True, yarn=True, obstacle=_deci_obstacle
+)
 """LLaMA with sizes per layer (in llama.cpp for Llama-3.1-Nemotron)."""

@@ -58,7 +58,7 @@ FAMILIES = (
         classes=StockClasses.locate("qwen2", "Qwen2"),
         vllm_layer="pyprune.serving.vllm.layers:BiasedDecoderLayer",
         unserved=_partial_window_obstacle,
-        gguf=(GgufForm("qwen2", square=True), DECI),
+        gguf=(GgufForm("qwen2", square=True, yarn=True), DECI),
         rows=decoder_rows(attention_bias=True),
         stock_targets=(
             StockTarget("qwen2", first_obstacle(_head_dim_obstacle, output_bias_obstacle("Qwen2"), width_obstacle)),
@@ -71,7 +71,7 @@ FAMILIES = (
         vllm_layer="pyprune.serving.vllm.layers:NormedDecoderLayer",
         unserved=_partial_window_obstacle,
         gguf=(
-            GgufForm("qwen3", ()),
+            GgufForm("qwen3", (), yarn=True),
             GgufForm("openelm", (), per_layer=True, fused_qkv=True, obstacle=_openelm_obstacle),
         ),
         rows=(*decoder_rows(attention_bias=True), *HEAD_NORMS),

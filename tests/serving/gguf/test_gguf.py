@@ -83,6 +83,7 @@ def fewer_heads(plan: PrunePlan) -> PrunePlan:
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 BOTH_KINDS = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}
 
 # llama.cpp looks GELU up in a table of float16.
@@ -108,6 +109,10 @@ CASES = {
     "qwen3, one width": Case("qwen3-tied", lambda plan: plan.with_layer(1, ffn=range(8)), "openelm"),
     "linear positions": Case("llama", identity, "llama", values={"rope_parameters": LINEAR}),
     "linear positions, qwen2": Case("qwen2", no_mlp, "deci", values={"rope_parameters": LINEAR}),
+    "yarn": Case("llama", identity, "llama", values={"rope_parameters": YARN}),
+    "yarn, unequal": Case("qwen2", unequal, "deci", values={"rope_parameters": YARN}),
+    "yarn, qwen2": Case("qwen2", identity, "qwen2", values={"rope_parameters": YARN}),
+    "yarn, qwen3": Case("qwen3", identity, "qwen3", values={"rope_parameters": YARN}),
     "phi": Case("phi", lambda plan: plan.drop_layers([1]), "phi2", TABLE),
     "phi, tied": Case("phi-tied", lambda plan: plan.drop_layers([1]), "phi2", TABLE),
     "phi3": Case("phi3", fewer_heads, "phi3"),
@@ -333,9 +338,9 @@ def test_the_plan_is_in_the_file(tmp_path: Path) -> None:
                 "llama",
                 identity,
                 "",
-                values={"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+                values={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
             ),
-            "type 'yarn'",
+            "type 'dynamic'",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
