@@ -12,10 +12,12 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.families import all_families, family_for
 from pyprune.families.gguf_types import FORMS, NEARLY, REFUSED
 from pyprune.families.table import known_types
+from pyprune.quality.perplexity import EvaluationText, cut_windows
 from pyprune.serving.gguf.layout import GgufRules, open_model, planned_tensors
+from pyprune.serving.gguf.perplexity import gguf_perplexity
 from pyprune.serving.gguf.write import export_gguf
 from tests._support.gguf_types import difference, gguf_model, written
-from tests._support.llama_cpp import LlamaCpp, byte_level_tokenizer
+from tests._support.llama_cpp import LlamaCpp, byte_level_tokenizer, values_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -110,14 +112,18 @@ def test_a_type_has_a_form_or_a_reason() -> None:
     assert {*FORMS, *NEARLY, *REFUSED} <= {*known_types()}
 
 
-def test_a_written_model_of_gemma_expects_its_first_token(tmp_path: Path) -> None:
-    from pyprune.quality.perplexity import EvaluationText
-    from pyprune.serving.gguf.perplexity import gguf_perplexity
-
+def test_windows_of_gemma_begin_with_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, report, _ = written("gemma", tmp_path)
-    text = EvaluationText("random", torch.arange(3, 67), "0")
-    found = gguf_perplexity(report.path, text, "ppl-128", window=16)
-    assert found.tokens == 64
+    asked: list[Any] = []
+
+    def cut(*args: Any) -> torch.Tensor:
+        asked.append(args[-1])
+        return cut_windows(*args)
+
+    monkeypatch.setattr("pyprune.serving.gguf.perplexity.cut_windows", cut)
+    text = EvaluationText("random", torch.arange(3, 35), "0")
+    gguf_perplexity(report.path, text, "ppl-128", window=16)
+    assert asked == [values_of(report)["tokenizer.ggml.bos_token_id"]]
 
 
 def test_greedy_tokens_follow_from_an_exported_mixture(tmp_path: Path) -> None:
