@@ -202,7 +202,10 @@ def test_inferred_sizes_name_their_axes(model_type: str) -> None:
     widths = {n for block in blocks for axis, n in block.axes.items() if axis.endswith("ffn")}
     others = {sizes.vocab_size, sizes.num_key_value_heads * sizes.head_dim, sizes.num_layers}
     assert len(channels | others | widths) == len(channels) + 3 + len(widths)
-    named = len({(name, axis) for name, kind in sizes.kinds.items() for axis in kind["mlp"].axes})
+    experts = {block.axes["experts"] for block in blocks if "experts" in block.axes}
+    assert not experts & (channels | others | widths)
+    axes = {(name, axis) for name, kind in sizes.kinds.items() for axis in kind["mlp"].axes}
+    named = len([axis for _, axis in axes if axis.endswith("ffn")])
     assert len(widths) == named - (model_type in ("hunyuan_v1_moe", "llama4_text"))  # shared as wide as others
     assert len(channels) == 1 if model_type in ("helium", "stablelm", "olmoe") else 2
 
