@@ -21,11 +21,19 @@ SPACE = "\u2581"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-"""Pattern by which a tokenizer splits text: llama.cpp's name for it."""
+_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{END}|"
+_CASED += r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{END}|\p{N}{COUNT}"
+_CASED += _REST.replace(r"[\r\n]*|", "[\\r\\n/]*|", 1)
+_GPT_4O = _CASED.replace("{END}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{COUNT}", "{1,3}")
+SPLITS = {
+    (_WORDS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
+    (_WORDS + r"\p{N}{1,3}" + _REST, False): "dbrx",  # OLMo 2, GLM-4
+    (_WORDS + r"\p{N}" + _REST, False): "qwen2",
+    (_GPT_4O, False): "gpt-4o",  # GPT-OSS, Llama 4
+    (_CASED.replace("{END}", "").replace("{COUNT}", ""), True): "tekken",  # Mistral Nemo, Ministral
+}
+"""(Pattern by which text is split, whether a whole word is taken without merging) -> llama.cpp's name for both."""
 COMPOSES = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
-IGNORES_MERGES = "llama-bpe"
-"""The name for which llama.cpp takes a whole word of the vocabulary without merging."""
 
 
 @dataclass
@@ -242,24 +250,28 @@ def _pre_tokenizer(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> s
     if normaliser not in ([], ["NFC"]):
         raise _refusal(f"it normalises text by {', '.join(normaliser)}")
     *first, last = steps
-    name = None
+    name, merges = None, not data["model"].get("ignore_merges")
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space") and len(first) <= 1:
-        name = _split_name(first[0] if first else None, uses_regex=last.get("use_regex", True))
+        step, uses_regex = first[0] if first else None, last.get("use_regex", True)
+        name = _own_split(step, merges=merges) if not uses_regex else _usual_split(step) if merges else None
     if name is None:
-        raise _refusal(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)})")
-    if bool(data["model"].get("ignore_merges")) != (name == IGNORES_MERGES):
-        raise _refusal(f"ignore_merges is {bool(data['model'].get('ignore_merges'))}, which is not llama.cpp's {name}")
+        whole = "" if merges else ", whole words without merging"
+        raise _refusal(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)}{whole})")
     return name
 
 
-def _split_name(step: Mapping[str, Any] | None, *, uses_regex: bool) -> str | None:
+def _usual_split(step: Mapping[str, Any] | None) -> str | None:
+    """Return llama.cpp's name for GPT-2's pattern after a step."""
     if step is None:
-        return "gpt-2" if uses_regex else None
-    if step["type"] == "Digits":
-        return "smollm" if uses_regex and step["individual_digits"] else None
-    if step["type"] == "Split" and not uses_regex and step["behavior"] == "Isolated" and not step["invert"]:
-        return SPLITS.get(step["pattern"].get("Regex", ""))
-    return None
+        return "gpt-2"
+    return "smollm" if step["type"] == "Digits" and step["individual_digits"] else None
+
+
+def _own_split(step: Mapping[str, Any] | None, *, merges: bool) -> str | None:
+    """Return llama.cpp's name for a pattern of the tokenizer's own."""
+    if step is None or step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
+        return None
+    return SPLITS.get((step["pattern"].get("Regex", ""), not merges))
 
 
 def _space_prefix(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> bool:

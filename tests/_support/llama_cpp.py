@@ -129,7 +129,9 @@ def byte_level_tokenizer(*, add_bos: bool = False, chat_template: str | None = N
     """GPT-2's kind, of ASCII only: a token of half a character would be left out of llama.cpp's answers."""
     alphabet = [character for character in sorted(pre_tokenizers.ByteLevel.alphabet()) if ord(character) < 128]
     merges = [("t", "h"), ("th", "e"), ("i", "n"), ("\u0120", "the")]
-    merges += [("1", "2"), ("12", "3"), ("123", "4"), ("!", "\u010a"), ("'", "t")]  # split in other ways by other kinds
+    # Split in other ways by other kinds, or found whole without merging.
+    merges += [("1", "2"), ("12", "3"), ("123", "4"), ("!", "\u010a"), ("'", "t"), ("the", "T"), ("in", "'t")]
+    merges += [("\u010a", "/"), ("a", "n"), ("n", "d"), ("a", "nd")]
     texts = ["<s>", "</s>", "<pad>", *alphabet, "\u0120", "\u010a", *(a + b for a, b in merges)]
     core = Tokenizer(BPE(vocab={text: i for i, text in enumerate(texts)}, merges=merges))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -66,18 +66,24 @@ def split(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [first, {**BYTES, "use_regex": False}]}
 
 
+CASED = ("theThing inThe", "DON'T in't", "a.\n/b !/\n", "THE'D and", "and")
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTES]}
-KINDS = {"gpt-2": BYTES, "smollm": DIGITS, **{name: split(pattern) for pattern, name in SPLITS.items()}}
+KINDS = {
+    "gpt-2": (BYTES, False),
+    "smollm": (DIGITS, False),
+    **{name: (split(pattern), whole) for (pattern, whole), name in SPLITS.items()},
+}
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_text_is_split_as_llama_cpp_does_under_that_name(name: str, tmp_path: Path) -> None:
-    tokenizer = changed(byte_level_tokenizer(), model={"ignore_merges": name == "llama-bpe"}, pre_tokenizer=KINDS[name])
+    splitter, whole = KINDS[name]
+    tokenizer = changed(byte_level_tokenizer(), model={"ignore_merges": whole}, pre_tokenizer=splitter)
     _, report = LLAMA.write(tmp_path, tokenizer=tokenizer)
     assert values_of(report)["tokenizer.ggml.pre"] == name
     with LlamaCpp(report.path) as server:
-        for text in (*TEXTS, "12345 1234", "don't DON'T!\n\n  the  12 in", "a!\nb  \n c"):
+        for text in (*TEXTS, "12345 1234", "don't DON'T!\n\n  the  12 in", "a!\nb  \n c", *CASED):
             assert server.tokenize(text, add_special=True) == tokenizer(text)["input_ids"], text
 
 
@@ -92,10 +98,12 @@ def test_characters_that_llama_cpp_does_not_compose_are_said(tmp_path: Path) -> 
 
 
 def test_the_kinds_of_splitting_differ() -> None:
-    text = "1234 12345 DON'T!\n"
+    text = "and 1234 12345 DON'T!\n theThe! in't .\n/ and and"
     found = {
-        name: tuple(changed(byte_level_tokenizer(), pre_tokenizer=kind)(text)["input_ids"])
-        for name, kind in KINDS.items()
+        name: tuple(
+            changed(byte_level_tokenizer(), model={"ignore_merges": whole}, pre_tokenizer=kind)(text)["input_ids"]
+        )
+        for name, (kind, whole) in KINDS.items()
     }
     assert len(set(found.values())) == len(KINDS)
 
@@ -143,7 +151,7 @@ def changed(tokenizer: Any, **parts: Any) -> Any:
     [
         (lambda: sentencepiece_tokenizer(lacking=("t", "he")), "do not name all ways to make 'the'"),
         (lambda: changed(byte_level_tokenizer(), model={"merges": []}), "no merges"),
-        (lambda: changed(byte_level_tokenizer(), model={"ignore_merges": True}), "ignore_merges is True"),
+        (lambda: changed(byte_level_tokenizer(), model={"ignore_merges": True}), "whole words without merging"),
         (lambda: changed(byte_level_tokenizer(), normalizer={"type": "Lowercase"}), "normalises text by Lowercase"),
         (
             lambda: changed(byte_level_tokenizer(), pre_tokenizer={"type": "Whitespace"}),
