@@ -41,8 +41,8 @@ class Tensors(Protocol):
 class ReadLayers(LayerRunner):
     """Layers that are read when they are needed; one at a time is in memory.
 
-    The embedding and the final norm stay in memory. A head that is not tied has values only in the block of
-    :meth:`head`.
+    Everything outside of the layers but the head stays in memory. A head that is not tied has values only in the block
+    of :meth:`head`.
 
     Args:
         tensors: read in the dtype and on the device that the layers compute with.
@@ -59,7 +59,8 @@ class ReadLayers(LayerRunner):
 
     def _read_ends(self) -> None:
         names = [name for name, _ in self.model.named_parameters()]
-        self._read([name for name in names if self.family.match(name)[0].role in ("embedding", "final_norm")])
+        rows = {name: self.family.match(name) for name in names}
+        self._read(name for name, (row, layer) in rows.items() if layer is None and row.role != "head")
         if self.model.config.tie_word_embeddings:
             head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
             head.weight = embedding.weight

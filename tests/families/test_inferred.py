@@ -262,17 +262,13 @@ def test_the_pruned_classes_of_an_inferred_type_exist_by_name_where_pickles_look
     "model_type", ["smollm3", "cohere2", "olmo", "apertus", "lfm2", "mamba2", "nemotron_h", "youtu"]
 )
 def test_a_run_on_files_writes_what_a_run_in_memory_writes(model_type: str, tmp_path: Path) -> None:
-    """A checkpoint with buffers (Apertus), or other names (Nemotron-H), is loaded, and the report says why."""
+    """Checkpoints with buffers (Apertus) or other names (Nemotron-H) among them."""
     dense = tiny_inferred(model_type)
     plan = plan_of(dense, "everything")
     (tmp_path / "plan.json").write_text(plan.to_json())
     config = build_config(options={"plan": str(tmp_path / "plan.json")})
     result = prune_checkpoint(write_model(dense, tmp_path / "dense"), config, out=tmp_path / "out")
-    notes = " ".join(result.notes)
-    reasons = {"apertus": "the files of 'apertus'", "nemotron_h": "hold one tensor for each expert"}
-    streamed = "Streamed from file to file"
-    assert reasons.get(model_type, streamed) in notes
-    assert (streamed in notes) is (model_type not in reasons)
+    assert "Streamed from file to file" in " ".join(result.notes)
     written, _ = load_model(tmp_path / "out")
     compact_(dense, plan)
     assert_same_logits(logits(written, tiny_batch()), logits(dense, tiny_batch()))
