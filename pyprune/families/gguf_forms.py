@@ -94,7 +94,7 @@ class GgufForm:
         fused_qkv: queries, keys and values are one tensor, ``attn_qkv``.
         rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
         yarn: positions may be scaled by YaRN.
-        windows: the architecture knows sliding windows, in all layers but each n-th; always = some layers have one.
+        windows: some layers may have a sliding window; always = some must have one.
         own_head: the file holds a head, also where it is the embedding.
         normed_experts: the weights of the chosen experts are divided by their sum; None = the file says.
         gating: function of the router, as llama.cpp numbers it: 1 softmax, 2 sigmoid.

@@ -19,7 +19,7 @@ from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import Family, Row, all_families, dense_family, family_for
-from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, GgufForm, GgufSizes, has_windows, window_period
+from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, GgufForm, GgufSizes, has_windows
 from pyprune.families.gguf_types import FORMS
 from pyprune.plan import PrunePlan
 from pyprune.serving.gguf.blocks import Array
@@ -212,8 +212,6 @@ def _form_obstacle(
     given = {"llama3": form.rope_factors, "yarn": form.yarn and "mscale" not in rope_parameters(config)}
     if kind not in COMPUTED_ROPE and not given.get(kind):
         return f"it is not given rotary positions of the type {kind!r}"
-    if form.windows and has_windows(config) and not window_period(config):
-        return "its layers without a window must come at equal distances, the last of each group"
     if form.windows == "always" and not has_windows(config):
         return "some of its layers have a sliding window"
     return _experts_obstacle(form, config, sizes) or form.obstacle(config, sizes)

@@ -92,7 +92,8 @@ def _further(model: Model) -> dict[str, Any]:
     if form.windows and has_windows(config):
         rope = config.rope_parameters.get("sliding_attention", rope_parameters(config))
         values["attention.sliding_window"] = config.sliding_window
-        values["attention.sliding_window_pattern"] = window_period(config)
+        slides = [kind == "sliding_attention" for kind in config.layer_types]
+        values["attention.sliding_window_pattern"] = window_period(config) or slides
         values["rope.freq_base_swa"] = float(rope["rope_theta"])
     if getattr(config, "clip_qkv", None):
         values["attention.clamp_kqv"] = float(config.clip_qkv)

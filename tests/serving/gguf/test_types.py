@@ -35,6 +35,19 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
     assert difference(model, report.path) < (5e-3 if name in NEARLY else 1e-5)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", *(pytest.param(n, marks=pytest.mark.second) for n in ("cohere2", "exaone_moe", "gemma2", "olmo3"))],
+)
+def test_any_layers_may_have_a_window(name: str, tmp_path: Path) -> None:
+    """As after layers were removed; prompts are longer than the window."""
+    kinds = ["full_attention" if slides == "f" else "sliding_attention" for slides in "fssfs"]
+    model = gguf_model(name, layer_types=kinds, sliding_window=6)
+    save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=None, provenance={})
+    report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quantise="f32")
+    assert difference(model, report.path) < (5e-3 if name in NEARLY else 1e-5)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
