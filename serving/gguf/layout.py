@@ -18,9 +18,8 @@ from pyprune.checkpoint.places import Places
 from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import Family, Row, all_families, dense_family, family_for
+from pyprune.families import Family, Row, dense_family, family_for
 from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, GgufForm, GgufSizes, has_windows
-from pyprune.families.gguf_types import FORMS
 from pyprune.plan import PrunePlan
 from pyprune.serving.gguf.blocks import Array
 
@@ -173,10 +172,9 @@ def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, name
         UnsupportedModelError: none does; the message has the reason of each.
     """
     if isinstance(family.gguf, str):
-        able = sorted({*FORMS, *(name for name, other in all_families().items() if not isinstance(other.gguf, str))})
         raise UnsupportedModelError(
-            f"A {family.model_type} model cannot be written as GGUF: {family.gguf} "
-            f"Families that can: {', '.join(able)}."
+            f"A {family.model_type} model cannot be written as GGUF: {family.gguf} `pyprune families` lists the types "
+            "that can; export this one as safetensors."
         )
     reasons = []
     for form in family.gguf:

@@ -92,7 +92,7 @@ def test_a_model_that_llama_cpp_has_no_place_for_is_refused_before_it_is_scored(
     save_checkpoint(tiny_model("opt"), byte_level_tokenizer(), tmp_path / "dense", plan=None, provenance={})
     write_text(tmp_path / "text.txt", words=1200)
     message = refused(*arguments(tmp_path, tmp_path / "out", "parameters=85%"), "--weights", "q8_0").replace("\n", " ")
-    assert "llama.cpp has no architecture for OPT" in message
+    assert "llama.cpp has no architecture for it" in message
     assert "Choose another format of the weights" in message
     assert not (tmp_path / "cache").exists()
     assert not (tmp_path / "out").exists()

@@ -168,9 +168,9 @@ def test_what_llama_cpp_cannot_hold_is_known_before_a_file_is_written(name: str,
 
 
 def test_positions_that_llama_cpp_does_not_have_are_known_too() -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
-    config = tiny_model("llama", rope_parameters=yarn).config
-    assert "type 'yarn'" in engine_obstacle(config, "llamacpp")(family_for(config).plan(config))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = tiny_model("llama", rope_parameters=dynamic).config
+    assert "type 'dynamic'" in engine_obstacle(config, "llamacpp")(family_for(config).plan(config))
 
 
 @pytest.mark.second
