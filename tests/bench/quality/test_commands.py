@@ -26,14 +26,16 @@ def test_a_step_is_a_command_that_is_run_and_measured(tmp_path: Path) -> None:
     (tmp_path / "c4_sample/train.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     Case("llama", lambda plan: plan, "llama", values={"max_position_embeddings": 4096}).write(tmp_path)
     out = tmp_path / "out"
-    chosen = {"method": ["taylor"], "step": ["export", "prune", "evaluate"]}
+    chosen = {"method": ["taylor"], "step": ["export", "export as GGUF", "prune", "evaluate", "serve with llama.cpp"]}
     bench = Commands(argparse.Namespace(gemma=tmp_path / "model.gguf", data=tmp_path, out=out, **chosen))
     cases = bench.cases()
     steps = [tuple(case.fields.values()) for case in cases]
-    assert steps[:2] == [("dense", "export"), ("dense", "evaluate")]
-    assert steps[2:] == [("taylor", "prune"), ("taylor", "evaluate"), ("taylor", "export")]
+    assert steps[:3] == [("dense", step) for step in ("export", "export as GGUF", "evaluate")]
+    own = ("prune", "evaluate", "export", "export as GGUF", "serve with llama.cpp")
+    assert steps[3:] == [("taylor", step) for step in own]
     figures = {(case.fields["method"], case.fields["step"]): bench.measure(case) for case in cases}
     assert set(figures["taylor", "evaluate"]["perplexity"]) == {"wikitext-2", "novel"}
+    assert figures["taylor", "serve with llama.cpp"]["speedup"] > 0
     assert json.loads((out / "taylor/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     rows = [
         {
