@@ -28,10 +28,23 @@ from typing import Any
 
 from bench._command import run_command
 from bench._texts import ELSEWHERE, PACKAGE, load_dense, packaged_gguf, untie_
-from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, mean_and_range, text_identity
+from bench.quality.grid import (
+    Axis,
+    Case,
+    Column,
+    Grid,
+    Layout,
+    command_column,
+    figure,
+    first,
+    gemma_options,
+    mean_and_range,
+    spent_columns,
+    text_identity,
+)
 from pyprune.errors import ConfigError
 from pyprune.runtime.intervals import half_width
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json
 
 TEXTS = {
     "wikitext-2": (ELSEWHERE["wikitext-2"], 16),
@@ -258,27 +271,21 @@ def _columns(rows: Sequence[Json]) -> list[Column]:
             columns.append(Column(f"times {best['case']['row']}", partial(_ratio, best, text), first))
     return [
         *columns,
-        Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
-        Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
-        Column("command", figure("command"), lambda v: f"`{v[0]}`"),
+        *spent_columns(),
+        command_column(),
     ]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row", nargs="+", default=[], metavar="LABEL", help="rows to run; default: all")
-    parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M, in a folder of its own")
-    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+    gemma_options(parser)
     parser.add_argument("--out", type=Path, default=Path("out/card"), metavar="DIR", help="for checkpoints and losses")
-
-
-def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> CardBench:
-    return CardBench(options)
 
 
 GRID = Grid(
     name="card",
     description=__doc__,
-    open=_open,
+    open=lambda options, records, work: CardBench(options),
     layout=Layout(
         ("row", "calibration"),
         _columns,

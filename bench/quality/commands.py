@@ -18,9 +18,21 @@ from typing import Any
 
 from bench._command import run_command
 from bench._texts import ELSEWHERE
-from bench.quality.grid import Axis, Case, Column, Grid, Layout, figure, first, text_identity
+from bench.quality.grid import (
+    Axis,
+    Case,
+    Column,
+    Grid,
+    Layout,
+    command_column,
+    figure,
+    first,
+    gemma_options,
+    spent_columns,
+    text_identity,
+)
 from pyprune.errors import ConfigError
-from pyprune.runtime.records import Json, RecordFile
+from pyprune.runtime.records import Json
 
 GOALS = {"elder": "--ratio 0.223", "taylor": "--ratio 0.2 --uniform"}
 """Method -> what it removes: 4 of 18 layers, or 20 % of the parameters of all layers with equal widths."""
@@ -86,7 +98,7 @@ class Commands:
 
 
 def _figures(data: Json) -> Json:
-    """Return the perplexities of `pyprune eval`, or the tokens per second and ratios of `pyprune bench`."""
+    """Return the perplexities of `pyprune eval`, or the ratios to the dense model of `pyprune bench`."""
     if "summary" not in data:
         pairs = zip(TEXTS, data["perplexity"], strict=True)
         return {"perplexity": {name: round(found["perplexity"], 2) for name, found in pairs}}
@@ -106,27 +118,21 @@ def _result(row: Json) -> Any:
 def _columns(rows: Sequence[Json]) -> list[Column]:
     return [
         Column("seconds", figure("seconds"), lambda v: round(mean(v))),
-        Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
-        Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
+        *spent_columns(),
         Column("result", _result, first),
-        Column("command", figure("command"), lambda v: f"`{v[0]}`"),
+        command_column(),
     ]
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M")
-    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+    gemma_options(parser)
     parser.add_argument("--out", type=Path, default=Path("out/commands"), metavar="DIR", help="for what they write")
-
-
-def _open(options: argparse.Namespace, records: RecordFile, work: Path) -> Commands:
-    return Commands(options)
 
 
 GRID = Grid(
     name="commands",
     description=__doc__,
-    open=_open,
+    open=lambda options, records, work: Commands(options),
     layout=Layout(("method", "step"), _columns),
     axes={"method": Axis([*GOALS]), "step": Axis([*PRUNED])},
     options=_options,

@@ -333,6 +333,25 @@ def _timed(name: str, machine: Machine, row: Json) -> Any:
     return row["figures"].get(name) if machine_of(row["environment"]) == machine else None
 
 
+def spent_columns() -> list[Column]:
+    """Return columns of what :func:`bench._command.run_command` measured."""
+    return [
+        Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
+        Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
+    ]
+
+
+def command_column() -> Column:
+    """Return the column of the command that a row ran."""
+    return Column("command", figure("command"), lambda v: f"`{v[0]}`")
+
+
+def gemma_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the file of Gemma 3 270M and the folder of the data sets."""
+    parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M, in a folder of its own")
+    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+
+
 def first(values: Sequence[Any]) -> Cell:
     """Return the first value."""
     return values[0]

@@ -39,6 +39,7 @@ from pyprune.families import (
     family_of_type,
     has_unread_sizes,
     parameter_shapes,
+    stored_buffers,
 )
 from pyprune.families.alone import is_remote, remember_remote
 
@@ -49,7 +50,7 @@ QUANTISED_PER_ELEMENT = 8
 
 @dataclass(frozen=True)
 class DenseFiles:
-    """What the configuration of a local checkpoint and the headers of its files say of its model.
+    """Holds what the configuration of a local checkpoint and the headers of its files say of its model.
 
     Attributes:
         config: a head that is stored with other values than the embedding is not tied, whatever config.json says.
@@ -69,8 +70,7 @@ class DenseFiles:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Return the tensors, by name, that files hold besides the parameters."""
-        stored = self.model.state_dict().keys()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
+        return stored_buffers(self.model)
 
 
 def read_dense_files(folder: str | Path) -> DenseFiles:

@@ -17,7 +17,7 @@ from pyprune.checkpoint.record import write_record
 from pyprune.checkpoint.tokenizer import write_tokenizer
 from pyprune.checkpoint.tower import whole_model
 from pyprune.errors import OutputError
-from pyprune.families import count_parameters
+from pyprune.families import count_parameters, stored_buffers
 from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.plan import PrunePlan
 from pyprune.runtime.device import DTYPES
@@ -81,12 +81,12 @@ def _save_weights(model: PreTrainedModel, folder: Path, dtype: str | None, *, tr
             model.save_pretrained(folder)
         return
     # Each parameter once: the sharing of a tied head survives conversion.
-    names, stored = _names(model, places), model.state_dict().keys()
+    names, buffers = _names(model, places), stored_buffers(model)
     state = {name: convert_weight(name, model.get_parameter(name).detach(), wanted, trained=trained) for name in names}
-    state |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    state |= buffers
     if places is not None:
-        buffers = [name for name, _ in model.named_buffers() if name in stored and name in places.tensors]
-        state = places.split(state | {name: state[name].to(places.tensors[name].dtype) for name in buffers})
+        placed = [name for name in buffers if name in places.tensors]
+        state = places.split(state | {name: buffers[name].to(places.tensors[name].dtype) for name in placed})
     try:
         model.config.dtype = wanted
         with _generation_config_as_it_is(model, folder):

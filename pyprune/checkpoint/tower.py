@@ -16,6 +16,7 @@ from pyprune.errors import UnsupportedModelError, shown
 from pyprune.families import parameter_shapes
 from pyprune.families.base import cut_axes
 from pyprune.families.infer import plain_values
+from pyprune.modeling.configuration import PREFIX, TOWER
 from pyprune.modeling.shapes import uninitialised_model
 from pyprune.plan import HEAD_DIM, PrunePlan
 
@@ -40,8 +41,6 @@ WIDTHS: dict[str, tuple[str, ...]] = {
 besides the tower's, that hold its width."""
 ERROR = 2e-2
 """Largest relative difference of logits that rounding explains, also in bfloat16."""
-PREFIX, PRUNED = "pruned_", "pruned_config"
-"""Start of the types of pruned architectures, and the field of a multimodal one that describes its tower."""
 
 
 def has_tower(values: Mapping[str, Any]) -> bool:
@@ -54,7 +53,7 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json (plain data) that describes the causal LM: all of it, or that of its tower."""
     if not has_tower(values):
         return values
-    if isinstance(pruned := values.get(PRUNED), Mapping):
+    if isinstance(pruned := values.get(TOWER), Mapping):
         return pruned
     text = values["text_config"]
     kind = text.get("model_type")
@@ -67,7 +66,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     Args:
         config: it is not changed.
     """
-    if pruned := getattr(config, PRUNED, None):
+    if pruned := getattr(config, TOWER, None):
         return cast(PretrainedConfig, copy.deepcopy(pruned))
     text = copy.deepcopy(config.text_config)
     if twin := TWINS.get(text.model_type):
@@ -302,7 +301,7 @@ class Tower:
             from pyprune.modeling.towers import pruned_tower_class
 
             made = pruned_tower_class(config.model_type.removeprefix(PREFIX))
-            config = made(**{**plain_values(config), PRUNED: text.to_dict()})
+            config = made(**{**plain_values(config), TOWER: text.to_dict()})
         return uninitialised_model(config, dtype, auto=AutoModelForMultimodalLM)
 
 

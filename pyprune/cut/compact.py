@@ -24,7 +24,7 @@ from pyprune.cut.mask import gauge_
 from pyprune.cut.proof import assert_proven
 from pyprune.cut.shorter import check_shorter, kept_names, shorter_model
 from pyprune.cut.target import Target, choose_target, class_obstacle, zero_biases
-from pyprune.families import Family, check_plan, count_parameters, family_for
+from pyprune.families import Family, check_plan, count_parameters, family_for, stored_buffers
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.families.scale import stream_factor, stream_scale, width_factor
 from pyprune.modeling.shapes import model_of_shapes, uninitialised_model
@@ -219,8 +219,7 @@ def _compact_state(
 
 def _kept_buffers(model: PreTrainedModel, family: Family, plan: PrunePlan) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers that a checkpoint holds, of kept layers and outside of them, by their new names."""
-    stored = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    buffers = stored_buffers(model)
     for name, new in kept_names(buffers, family.layers_path, plan.kept_layers):
         yield new, cut_buffer(name, buffers[name].detach(), family, plan).clone()
 

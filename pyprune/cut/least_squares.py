@@ -115,13 +115,11 @@ class NormalEquations:
             right_side = moment.clone()
             right_side[:inputs] += penalty * self.start[:inputs]
             solution = torch.cholesky_solve(right_side, factor)
-        solved = solution is not None and bool(torch.isfinite(solution).all())
-        # A solution that fails in one process fails in all, so that all try the same ones.
-        return solution if processes.all_agree(solved) else None
+        return _agreed(solution)
 
 
 class BlockEquations:
-    """The same equations of inputs in blocks, of which each token has few: one block is solved at a time.
+    """Holds the same equations for inputs in blocks, of which each token has few: one block is solved at a time.
 
     Products of inputs of two blocks are not held, but the tokens are. Each block is solved in turn for what the others
     leave (Gauss-Seidel), :data:`SWEEPS` times from the start, or from the solution with the ridge before.
@@ -215,8 +213,14 @@ class BlockEquations:
         gram.diagonal().add_(penalty)
         factor, failed = torch.linalg.cholesky_ex(gram)
         solution = None if failed else torch.cholesky_solve(moment, factor)
-        solved = solution is not None and bool(torch.isfinite(solution).all())
-        return solution if processes.all_agree(solved) else None
+        return _agreed(solution)
+
+
+def _agreed(solution: Tensor | None) -> Tensor | None:
+    """Return a solution that is finite in all processes, else None in all of them."""
+    # A solution that fails in one process fails in all, so that all try the same ones.
+    solved = solution is not None and bool(torch.isfinite(solution).all())
+    return solution if processes.all_agree(solved) else None
 
 
 def _over_processes(sums: Tensor) -> Tensor:

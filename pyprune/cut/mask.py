@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
-from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, family_for, named_axes
+from pyprune.families import Family, NamedParam, Row, check_plan, decoder_layers, family_for, named_axes, stored_buffers
 from pyprune.families.base import block_is_skipped, kept_positions
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.hooks import LayerHooks
@@ -149,8 +149,7 @@ def _hook_layers(model: PreTrainedModel, plan: PrunePlan) -> LayerHooks:
 def restored(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     """Give a copy of all weights (by parameter name), and put it back bit for bit when the block ends."""
     saved = {name: p.detach().clone() for name, p in model.named_parameters()}
-    stored = model.state_dict().keys()
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in stored}
+    buffers = {name: buffer.clone() for name, buffer in stored_buffers(model).items()}
     try:
         yield saved
     finally:

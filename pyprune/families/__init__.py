@@ -29,7 +29,7 @@ from pyprune.families.base import (
 from pyprune.families.engines import stock_obstacle
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = [
@@ -262,6 +262,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         UnsupportedModelError: an unknown model type.
     """
     return dense_family(model).layers(model)
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model, by name, that its checkpoints hold besides the parameters."""
+    stored = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def removable_layers(model: PreTrainedModel) -> tuple[int, ...]:

@@ -508,7 +508,7 @@ def _facts_of(config: PretrainedConfig, rule: str) -> _Facts:
     facts = _Facts(type(model), classes, path, kinds, kind_of)
     for name, parameter in model.named_parameters():
         _add_row(facts, model, name, tuple(parameter.shape))
-    for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
+    for name in sorted(model.state_dict().keys() - dict(model.named_parameters()).keys()):
         if tuple(model.get_buffer(name).shape) == (TINY_EXPERTS,):  # what corrects the choice of a router
             _add_row(facts, model, name, (TINY_EXPERTS,))
     _check_projections(facts)

@@ -25,6 +25,9 @@ from pyprune.families.base import layer_overrides, stored_lists
 from pyprune.families.infer import causal_types
 
 PREFIX = "pruned_"
+"""Start of the types of pruned architectures."""
+TOWER = "pruned_config"
+"""Field of a multimodal configuration that describes its tower as a pruned causal LM."""
 
 
 class PrunedConfigMixin:

@@ -11,15 +11,10 @@ from typing import Any, cast
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_MULTIMODAL_LM_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from pyprune.modeling.configuration import PREFIX
+from pyprune.modeling.configuration import PREFIX, TOWER
 from pyprune.modeling.models import pruned_model_class
-
-TOWER = "pruned_config"
-"""Field of the configuration that describes the pruned causal LM."""
 
 
 class PrunedTowerConfigMixin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -195,7 +194,7 @@ def _form_obstacle(
         return "sizes differ between layers or a sub-block is skipped"
     if getattr(config, "norm_size", None) is not None:
         return "its LayerNorm divides by the stored hidden size, the model's by the dense one"
-    foreign = [row.pattern for row in (_row(family, name)[0] for name in names) if not form.names_of(row)]
+    foreign = [row.pattern for row in (family.match(name)[0] for name in names) if not form.names_of(row)]
     if foreign:
         return f"it has no place for {foreign[0]}"
     if form.square and sizes.layers[0][0] * sizes.head_dim != sizes.hidden:
@@ -225,15 +224,6 @@ def _experts_obstacle(form: GgufForm, config: PretrainedConfig, sizes: GgufSizes
     if normed is not None and getattr(config, "norm_topk_prob", normed) != normed:
         return f"it computes with norm_topk_prob = {normed}, the model's is {config.norm_topk_prob}"
     return "it chooses no groups of experts" if (getattr(config, "n_group", None) or 1) > 1 else None
-
-
-def _row(family: Family, name: str, kinds: tuple[str, ...] = ()) -> tuple[Row, int | None]:
-    """Return the row of a parameter, or of a buffer that belongs to experts, and the index of its layer."""
-    if not name.endswith(CORRECTIONS):
-        return family.match(name, kinds)
-    start = re.match(re.escape(family.layers_path) + r"\.(\d+)\.", name)
-    index = int(start[1]) if start else 0
-    return Row(name.replace(f".{index}.", ".{i}.", 1), ("experts",), "inner", "mlp"), index
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
@@ -285,7 +275,7 @@ def planned_tensors(model: Model) -> Iterator[Planned]:
     fused: dict[int, dict[str, Planned]] = {}
     kinds = model.family.layer_kinds(model.config)
     for name, stored in model.tensors.items():
-        row, index = _row(model.family, name, kinds)
+        row, index = model.family.match(name, kinds)
         names = model.form.names_of(row)
         for part, pattern in enumerate(names):
             change = partial(_arranged, model, row, pattern, part, len(names))

@@ -21,16 +21,22 @@ SPACE = "\u2581"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+{END}|"
-_CASED += r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*{END}|\p{N}{COUNT}"
-_CASED += _REST.replace(r"[\r\n]*|", "[\\r\\n/]*|", 1)
-_GPT_4O = _CASED.replace("{END}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("{COUNT}", "{1,3}")
+
+
+def _cased(end: str, digits: str) -> str:
+    """Return a pattern that splits words where capital letters begin, with what may end a word, and a run of digits."""
+    start, upper = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{start}{upper}*{lower}+{end}|{start}{upper}+{lower}*{end}|{digits}"
+    return words + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
 SPLITS = {
     (_WORDS + r"\p{N}{1,3}" + _REST, True): "llama-bpe",
     (_WORDS + r"\p{N}{1,3}" + _REST, False): "dbrx",  # OLMo 2, GLM-4
     (_WORDS + r"\p{N}" + _REST, False): "qwen2",
-    (_GPT_4O, False): "gpt-4o",  # GPT-OSS, Llama 4
-    (_CASED.replace("{END}", "").replace("{COUNT}", ""), True): "tekken",  # Mistral Nemo, Ministral
+    (_cased("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), False): "gpt-4o",  # GPT-OSS, Llama 4
+    (_cased("", r"\p{N}"), True): "tekken",  # Mistral Nemo, Ministral
 }
 """(Pattern by which text is split, whether a whole word is taken without merging) -> llama.cpp's name for both."""
 COMPOSES = "The tokenizer composes characters (NFC), which llama.cpp does not: decomposed text gets other tokens there."
@@ -250,28 +256,22 @@ def _pre_tokenizer(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> s
     if normaliser not in ([], ["NFC"]):
         raise _refusal(f"it normalises text by {', '.join(normaliser)}")
     *first, last = steps
-    name, merges = None, not data["model"].get("ignore_merges")
+    name, whole = None, bool(data["model"].get("ignore_merges"))
     if last["type"] == "ByteLevel" and not last.get("add_prefix_space") and len(first) <= 1:
-        step, uses_regex = first[0] if first else None, last.get("use_regex", True)
-        name = _own_split(step, merges=merges) if not uses_regex else _usual_split(step) if merges else None
+        name = _split_name(first[0] if first else None, whole=whole, uses_regex=last.get("use_regex", True))
     if name is None:
-        whole = "" if merges else ", whole words without merging"
-        raise _refusal(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)}{whole})")
+        words = ", whole words without merging" if whole else ""
+        raise _refusal(f"llama.cpp's name for its way of splitting text is not known ({shown(steps)}{words})")
     return name
 
 
-def _usual_split(step: Mapping[str, Any] | None) -> str | None:
-    """Return llama.cpp's name for GPT-2's pattern after a step."""
-    if step is None:
-        return "gpt-2"
-    return "smollm" if step["type"] == "Digits" and step["individual_digits"] else None
-
-
-def _own_split(step: Mapping[str, Any] | None, *, merges: bool) -> str | None:
-    """Return llama.cpp's name for a pattern of the tokenizer's own."""
-    if step is None or step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
-        return None
-    return SPLITS.get((step["pattern"].get("Regex", ""), not merges))
+def _split_name(step: Mapping[str, Any] | None, *, whole: bool, uses_regex: bool) -> str | None:
+    """Return llama.cpp's name for a step in front of ByteLevel; ``uses_regex``: GPT-2's pattern follows."""
+    if uses_regex and not whole:
+        digits = step is not None and step["type"] == "Digits" and step["individual_digits"]
+        return "gpt-2" if step is None else "smollm" if digits else None
+    own = step is not None and step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
+    return SPLITS.get((step["pattern"].get("Regex", ""), whole)) if step and own and not uses_regex else None
 
 
 def _space_prefix(data: Mapping[str, Any], steps: list[Mapping[str, Any]]) -> bool:
