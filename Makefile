@@ -15,6 +15,7 @@
 # make releases the contract of every family on the oldest and newest Transformers, torch, PEFT and so on: 2 GB each
 # make matrix   which vLLM releases serve a pruned checkpoint: an environment of 4 GB for each, deleted afterwards
 # make container DEVICE=cpu|cuda  the server as an image, with docker, podman or buildah
+# make docs     the documentation as a site in build/site; a link that leads to no page is an error
 # make lock     rewrite requirements.lock from the current environment
 # make clean    remove build products (the virtual environment stays)
 
@@ -36,7 +37,7 @@ WHEEL := build/wheel
 # reads thousands of sources first: a start of vLLM takes three minutes in place of one.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint types bench-ops bench-optimizer gpu-card releases matrix container lock clean
+.PHONY: demo demo-full test test-all quick faults fuzz sanitize setup wheel lint links types bench-ops bench-optimizer gpu-card releases matrix container docs lock clean
 
 demo: setup
 	$(PY) -m bench.demo.end_to_end
@@ -118,11 +119,13 @@ lint: $(VENV)/.stamp-locked
 	$(VENV)/bin/shellcheck .ci/run serving/container/build.sh
 	$(MAKE) --no-print-directory types
 
-# mypy and import-linter know nothing of wheel.packages, so they get a folder of links laid out as the installed
-# package is.
-types: $(VENV)/.stamp-locked
+# mypy, import-linter and the site's generator know nothing of wheel.packages, so they get a folder of links laid out as
+# the installed package is.
+links:
 	rm -rf $(TYPES) && mkdir -p $(TYPES)/pyprune
 	ln -s $(CURDIR)/pyprune/* $(TYPES)/pyprune/ && ln -s $(CURDIR)/serving $(TYPES)/pyprune/serving
+
+types: $(VENV)/.stamp-locked links
 	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	cd $(TYPES) && $(abspath $(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache $(CURDIR)/examples
 	cd $(TYPES) && PYTHONPATH=. $(abspath $(VENV))/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
@@ -145,6 +148,10 @@ releases: setup
 
 matrix: setup
 	$(PY) -m tests.matrix
+
+# The variable silences an advertisement for a successor of MkDocs.
+docs: $(VENV)/.stamp-locked links
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 DEVICE ?= cpu
 container:

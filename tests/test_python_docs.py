@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run, in order, on a tiny model."""
+"""The examples of docs/reference/python.md run, in order, on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.text import write_model, write_text
 
-DOCUMENT = (REPO / "docs" / "python.md").read_text(encoding="utf-8")
+DOCUMENT = (REPO / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
 VERBS = (
     "prune",
     "prune_",
@@ -51,7 +51,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     write_text(tmp_path / "test.txt", words=400, seed=1)
     names = {"model": "dense", "text": "text.txt", "test": "test.txt"}
     for block in blocks:
-        exec(compile(block, "docs/python.md", "exec"), names)
+        exec(compile(block, "docs/reference/python.md", "exec"), names)
     dense, pruned, edited = (load_model(folder)[0] for folder in ("dense", "pruned", "edited"))
     assert pruned.num_parameters() < dense.num_parameters()
     assert edited.config.num_hidden_layers == dense.config.num_hidden_layers - 1

@@ -28,7 +28,7 @@ from tests._support.paths import REPO
 from tests._support.tokenizer import tiny_tokenizer
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
-FAMILIES = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
+FAMILIES = (REPO / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
 CONTRIBUTING = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SMALL = {
     "LLaMA 1/2/3, SmolLM2": "llama",
@@ -129,10 +129,10 @@ def test_the_support_matrix_is_true(family: str) -> None:
     assert claimed["sizes per layer in vLLM"] == ("yes" if f"Pruned{served}" in architectures() else "no")
 
 
-DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+DOCUMENTS = sorted([*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md")])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO)))
 def test_links_and_named_files_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -174,7 +174,7 @@ def test_every_method_is_in_the_page_of_methods() -> None:
 
 
 def test_the_tree_in_the_architecture_is_the_tree() -> None:
-    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (REPO / "docs" / "reference" / "architecture.md").read_text(encoding="utf-8")
     tree = text[text.index("## The tree") : text.index("## The floors")]
     lines = re.sub(r"\n {20,}", " ", tree).splitlines()  # an entry may run on in the next line
     of_folder = {name: line for line in lines for name in re.findall(r"([\w/]+)/(?= )", line)}
@@ -189,7 +189,7 @@ def test_the_tree_in_the_architecture_is_the_tree() -> None:
 
 
 def test_the_floors_in_the_architecture_are_the_linters() -> None:
-    text = (REPO / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (REPO / "docs" / "reference" / "architecture.md").read_text(encoding="utf-8")
     floors = text[text.index("## The floors") :]
     rows = re.findall(r"^\| [\w ]+ \| (`.*`) \|$", floors, flags=re.MULTILINE)
     shown = [{f"pyprune.{name}" for name in re.findall(r"`(\w+)`", row)} for row in rows]

@@ -155,7 +155,7 @@ def families(
 
     Args:
         model (MODEL): Folder or hub id of a dense model.
-        markdown: Print Markdown, as docs/families.md has it.
+        markdown: Print Markdown, as docs/reference/families.md has it.
     """
     from pyprune.checkpoint.load import ModelSource
     from pyprune.checkpoint.multimodal import multimodal_table

@@ -29,7 +29,7 @@ class FitOptions(Config):
         data: text for reconstruction; its source is also used for scoring, measuring, judging and training.
         window: tokens of the sequences for scores, losses and the judging of candidates, at most as many as the model
             has positions. Long windows show the use of heads: with 256 tokens SmolLM2 lost heads that copy from far
-            back, and code suffered most (docs/budgets.md).
+            back, and code suffered most (docs/start/choose-a-budget.md).
         score_samples: sequences of that length for the scores that order the units.
         value_samples: sequences for the losses of single blocks, those for the scores among them.
         judge_samples: further sequences on which reconstructed candidates are compared.
@@ -41,7 +41,7 @@ class FitOptions(Config):
         reconstruct: how candidates are reconstructed.
         try_samples: sequences of ``data`` on which candidates are reconstructed to be compared, which takes most of the
             time; the winner is reconstructed on all. A quarter of them gave the same order of candidates at a third of
-            the time (docs/budgets.md).
+            the time (docs/start/choose-a-budget.md).
         rounds: most searches for one budget: each further one uses the measured costs of earlier candidates.
         slack: share of a limit by which a measured time may exceed it; machines are noisy.
         spare: share of the tightest limit that a timed candidate may leave unused; if it leaves more, a larger

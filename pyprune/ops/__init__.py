@@ -2,7 +2,7 @@
 
 ``ops/<op>/reference.py`` defines an op in plain torch; ``triton.py`` (GPU) and ``pyprune._C`` (CPU) must
 agree with it. Methods call the functions here and never a backend. ``PYPRUNE_BACKEND=auto|python|triton|cpp``
-chooses. Subnormal numbers are not flushed to zero; docs/ops.md has the rule and what departs from it.
+chooses. Subnormal numbers are not flushed to zero; docs/reference/kernels.md has the rule and what departs from it.
 """
 
 from __future__ import annotations

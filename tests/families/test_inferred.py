@@ -405,7 +405,7 @@ def test_a_method_on_a_closed_axis_is_refused_before_it_decides(tmp_path: Path) 
 
 def test_the_tables_in_the_documentation_are_the_tables() -> None:
     """`pyprune families --markdown` prints it."""
-    text = (REPO / "docs" / "families.md").read_text(encoding="utf-8")
+    text = (REPO / "docs" / "reference" / "families.md").read_text(encoding="utf-8")
     for table in map(markdown_table, (open_table([*all_families(), *INFERRED]), vllm_table(), gguf_table())):
         assert table in text, table
 

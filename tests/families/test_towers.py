@@ -271,4 +271,4 @@ def test_the_table_in_the_documentation_is_the_table() -> None:
     """`pyprune families --markdown` prints it."""
     table = multimodal_table()
     assert {row[0] for row in table.rows} == {*TOWERS}
-    assert markdown_table(table) in (REPO / "docs" / "families.md").read_text(encoding="utf-8")
+    assert markdown_table(table) in (REPO / "docs" / "reference" / "families.md").read_text(encoding="utf-8")

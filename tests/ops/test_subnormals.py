@@ -1,4 +1,4 @@
-"""What docs/ops.md says about subnormal numbers, for every op, backend and dtype."""
+"""What docs/reference/kernels.md says about subnormal numbers, for every op, backend and dtype."""
 
 from __future__ import annotations
 

@@ -90,6 +90,6 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert compiled.keys() == launched()
     # Backends that agree to 1e-6 leave no room for approximate roots.
     assert compiled["pyprune.ops.perturb.triton._perturb"] == []
-    # docs/ops.md: nothing else flushes subnormal numbers to zero.
+    # docs/reference/kernels.md: nothing else flushes subnormal numbers to zero.
     flushing = {name: found for name, found in compiled.items() if any(".ftz" in one for one in found)}
     assert flushing == {"pyprune.ops.layer_norm_virtual.triton._forward": ["sqrt.approx.ftz.f32"]}

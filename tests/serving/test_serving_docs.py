@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md: pyprune's own are run, and what goes to `vllm serve` is read by vLLM's parser."""
+"""The commands of the page on serving: those of pyprune are run, and vLLM's parser reads what `vllm serve` gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests._support.models import tiny_model
 from tests._support.paths import REPO
 from tests._support.text import write_model, write_text
 
-DOCUMENT = (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
+DOCUMENT = (REPO / "docs" / "operations" / "serving.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", DOCUMENT, flags=re.DOTALL)
 ASSIGNED = re.compile(r"[A-Z_]+=\S+")
 BRIEF = shlex.split(

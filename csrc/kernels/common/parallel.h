@@ -24,7 +24,7 @@ void parallel_for(std::int64_t count, std::int64_t grain, int threads, const Bod
   std::exception_ptr failure;  // no memory for a buffer; what leaves a parallel region ends the process
 #ifdef _OPENMP
   // All threads are asked for, though some may stay idle: where a team is smaller than the last one libgomp ends the
-  // surplus threads, and starts them again for the next larger one (docs/ops.md has what that costs).
+  // surplus threads, and starts them again for the next larger one (docs/reference/kernels.md has what that costs).
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
 #endif
   for (std::int64_t piece = 0; piece < pieces; ++piece) {

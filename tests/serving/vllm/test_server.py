@@ -65,7 +65,7 @@ def test_32_concurrent_requests_are_answered_as_one_by_one(unequal: Server) -> N
 
 def test_the_endpoints_and_metrics_of_the_documentation_are_there(unequal: Server) -> None:
     """All but those of speculative decoding, which the example of a draft model reads."""
-    text = (REPO / "docs" / "serving.md").read_text(encoding="utf-8")
+    text = (REPO / "docs" / "operations" / "serving.md").read_text(encoding="utf-8")
     answers = {}
     for path in re.findall(r"^\| `GET (/[\w/]+)` \|", text, flags=re.MULTILINE):
         with urllib.request.urlopen(f"http://127.0.0.1:{unequal.port}{path}", timeout=30) as reply:
