@@ -15,7 +15,7 @@ from pyprune.runtime.files import parse_json
 from pyprune.runtime.limits import brief
 
 C4_WINDOWS = 256
-"""C4 is evaluated on at most this many windows (docs/methods.md, "Evaluation")."""
+"""C4 is evaluated on at most this many windows (docs/reference/evaluation.md)."""
 RECORD_CHARACTERS = 64 << 20
 """A line of a .jsonl file: parsed, empty lists take twenty times their text."""
 MOST_DOCUMENTS = 2**24

@@ -11,7 +11,7 @@ from pyprune.plan import LayerPlan, PrunePlan
 def stream_factor(row: Row, family: Family, plan: PrunePlan, *, tied: bool) -> float:
     """Return the factor that slicing the hidden axis puts on a tensor (on 1 + w for unit-offset norms).
 
-    See docs/methods.md "exact compaction of the hidden axis": s = sqrt(d'/d) scales the residual stream.
+    See docs/reference/compaction.md: s = sqrt(d'/d) scales the residual stream.
     """
     s = stream_scale(family, plan, tied=tied)
     # Gemma multiplies the embedding by sqrt(hidden_size), which shrinks by s on its own.

@@ -35,7 +35,7 @@ GROUP = "pyprune.methods"
 """Entry point group of packages that bring methods."""
 _NOT_METHODS = ("base",)
 RECOMMENDED = "obs"
-"""The method that ``best`` stands for: the lowest row of docs/results.md for a share of the parameters."""
+"""The method that ``best`` stands for: the lowest row of docs/results/names.md for a share of the parameters."""
 OTHER_NAMES = {"taylor-recovered": "taylor-trained"} | {
     f"best{end}": f"{RECOMMENDED}{end}" for end in ("", "-plain", "-trained")
 }

@@ -16,7 +16,7 @@ class VirtualLayerNorm(nn.LayerNorm):
     """LayerNorm over d' stored channels that divides by the original d, the removed channels being zero.
 
     mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: exactly what a LayerNorm over d
-    channels computes when d - d' of them are zero (docs/methods.md, "LayerNorm, virtual size").
+    channels computes when d - d' of them are zero (docs/reference/compaction.md, "LayerNorm, virtual size").
 
     Args:
         size: stored channels d'.

@@ -27,7 +27,7 @@ from pyprune.runtime.progress import track
 from pyprune.train.loss import token_losses
 
 WINDOWS: dict[str, int] = {"ppl-2048": 2048, "ppl-128": 128}
-"""Tokens in a window of each protocol (docs/methods.md, "Evaluation")."""
+"""Tokens in a window of each protocol (docs/reference/evaluation.md)."""
 _FORWARD_TOKENS = 2048
 PIECE = 128
 """Predictions whose mean loss counts as one observation of an interval: losses of neighbouring tokens correlate."""

@@ -146,7 +146,7 @@ def equal_layer_forms(paper: Callable[[], PruneConfig], **changes: Any) -> dict[
     In one order over heads and FFN channels none of these scores removes a head. A KV group has many times the weights
     of a channel, so its sum is larger, and the layers of the smallest sums lose too much. The recommended form removes
     the same share of every axis in every open layer (``score.ranking`` local), as the papers' runs on LLaMA do;
-    docs/results.md has the measurements.
+    docs/results/heads-or-channels.md has the measurements.
 
     Args:
         paper: makes the preset with the paper's constants and the one order (``NAME-paper``).

@@ -20,7 +20,7 @@ def layer_norm_virtual(
     """Return the first d' channels of a LayerNorm over ``d`` channels whose other d - d' are zero.
 
     mean = sum(x) / d, variance = (sum((x - mean)^2) + (d - d') mean^2) / d: "LayerNorm, virtual size" in
-    docs/methods.md.
+    docs/reference/compaction.md.
 
     Args:
         x: ``[..., d']``, floating point.
