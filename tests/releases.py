@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 REPO = Path(__file__).resolve().parents[1]
 TRIED = ("transformers", "torch", "peft", "datasets", "lm-eval", "gguf")
-EXTRAS = "data,eval,recover,report,gguf"
+EXTRAS = "data,eval,recover,gguf"
 """README's, without vLLM."""
 CONTRACT = (
     "tests/families/test_contract.py", "tests/modeling", "tests/checkpoint/test_tokenizer.py",

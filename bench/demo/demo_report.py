@@ -9,7 +9,8 @@ from bench._settings import shared_training
 from bench._texts import MODEL_NAME
 from bench.demo.demo import PROMPT, Demo, Outcome, Results
 from pyprune.quality.perplexity import PerplexityResult
-from pyprune.runtime.report import BarChart, Cell, Chart, LineChart, PointChart, Report, StripChart, Table
+from pyprune.runtime.charts import BarChart, Chart, LineChart, PointChart, StripChart
+from pyprune.runtime.report import Cell, Report, Table
 
 SHORT_NOTES = (
     "No weight was trained: the layers that stay were solved in closed form to follow the dense model. Training after "
@@ -148,7 +149,7 @@ def picture(results: Results) -> tuple[Chart, ...]:
             f"{speed.throughput_increase('pruned'):.2f} times the tokens per second",
             f"tokens per second in {speed.engine}, more is better",
             rates,
-            highlight="pruned",
+            highlight=("pruned",),
         ),
     )
 

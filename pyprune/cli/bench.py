@@ -348,11 +348,9 @@ def _words(text: str) -> list[str]:
 def _check_report(folder: Path, ppl: str | None, *, overwrite: bool, reads: Sequence[str | None]) -> None:
     """Refuse, before anything is measured, a report that could not be written."""
     from pyprune.runtime.files import check_output
-    from pyprune.runtime.report import check_charts
 
     if ppl is None:
         raise ConfigError("--report shows quality against speed, so it needs --ppl SOURCE.")
-    check_charts()
     check_output(folder, overwrite=overwrite, reads=reads)
 
 

@@ -83,7 +83,6 @@ def fit(
     from pyprune.fit.limits import Budget
     from pyprune.runtime.device import resolve_device
     from pyprune.runtime.files import check_output
-    from pyprune.runtime.report import check_charts
 
     budgets = [Budget.parse(text) for text in budget] if sweep else [Budget.parse(budget)]
     named = text_options(calibration, samples, sequence_length) | {"tensor_parallel": tensor_parallel}
@@ -103,7 +102,6 @@ def fit(
         if resume or no_recover:
             raise ConfigError("--sweep trains and writes no model: leave out --resume and --no-recover.")
         check_output(out, overwrite=overwrite, reads=[model, *options.data.sources])
-        check_charts()
     else:
         check_outputs(out, model, options, resume=resume, overwrite=overwrite)
         if weights is not None:

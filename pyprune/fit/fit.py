@@ -45,7 +45,7 @@ from pyprune.run.text import draw_samples
 from pyprune.runtime.files import atomic_folder, check_output, work_folder, write_report_manifest, write_text
 from pyprune.runtime.progress import say, warn
 from pyprune.runtime.records import digest
-from pyprune.runtime.report import check_charts, write_report
+from pyprune.runtime.report import write_report
 from pyprune.serving.engines import EngineError, choose_engine
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
@@ -179,7 +179,6 @@ def check_outputs(
     """
     check_output(out, overwrite=overwrite, reads=[model_id, *options.data.sources])
     check_output(report_of(out), overwrite=overwrite, reads=[model_id])
-    check_charts()
     if not (resume or overwrite):
         refuse_kept(work_folder(out))
 
@@ -227,7 +226,6 @@ def sweep(
     source = ModelSource.of(model, **reading)
     settings: dict[str, Any] = {"weights": weights, "allow_mismatch": allow_mismatch}
     check_output(place, overwrite=overwrite, reads=[source.name, *options.data.sources])
-    check_charts()
     fitting = _open(source, parsed, place, options, profile, cache, timed=timed, **settings)
     for reason in filter(None, map(fitting.budget_obstacle, parsed)):
         warn(reason)

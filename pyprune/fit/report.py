@@ -10,7 +10,8 @@ from pyprune.fit.attempts import Attempt, mean_loss
 from pyprune.fit.limits import Limit
 from pyprune.fit.quantities import Quantity
 from pyprune.fit.search import Fitted
-from pyprune.runtime.report import Cell, PointChart, Report, Table, pareto_front
+from pyprune.runtime.charts import PointChart, pareto_front
+from pyprune.runtime.report import Cell, Report, Table
 from pyprune.serving.speed.table import conditions as conditions_of
 from pyprune.serving.speed.table import speed_table
 
@@ -47,9 +48,8 @@ def attempts_table(fitted: Fitted) -> Table:
         "Candidates",
         ("candidate", "search", "mean", *kinds, *map(column_name, quantities)),
         tuple(rows),
-        note="Perplexity of the candidates, reconstructed as the conditions describe and not trained, on windows that "
-        "nothing was fitted to; mean = geometric mean over the kinds of text. Times of candidates that were not run "
-        "are predicted, relative to the dense model's measured time.",
+        note="Perplexity before training, on windows that nothing was fitted to; mean = geometric mean over the kinds "
+        "of text. Times of candidates that were not run are predicted.",
         highlight=1 + fitted.attempts.index(fitted.winner),
     )
 
@@ -91,9 +91,8 @@ def sweep_table(points: Sequence[Fitted]) -> Table:
         "Quality against cost",
         ("budget", "plan", "on the front", "perplexity", *map(column_name, quantities)),
         tuple(rows),
-        note="Perplexity after a reconstruction as the conditions describe and before any training, mean over the "
-        "kinds of text. Times that a budget limits were measured; the others are predicted, relative to the dense "
-        "model's measured time.",
+        note="Perplexity before training, mean over the kinds of text. Times that a budget limits were measured; "
+        "the others are predicted.",
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pyprune.runtime.report import Cell, PointChart, Report, Table, pareto_front
+from pyprune.runtime.charts import PointChart, pareto_front
+from pyprune.runtime.report import Cell, Report, Table
 from pyprune.serving.load.options import Load
 from pyprune.serving.load.results import LoadReport
 from pyprune.serving.load.table import load_conditions, load_notes, load_table, server_table

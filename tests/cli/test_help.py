@@ -15,7 +15,7 @@ from tests._support.cli import run
 
 COMMANDS = ("prune", "fit", "recover", "reconstruct", "eval", "robustness", "export", "serve", "bench", "profile",
             "predict", "inspect", "methods", "families", "options", "env")  # fmt: skip
-HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib", "numpy")
+HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "numpy")
 
 
 @pytest.mark.process

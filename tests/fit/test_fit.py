@@ -358,18 +358,6 @@ def test_a_vocabulary_that_a_gguf_file_has_no_place_for_is_refused_before_the_se
     assert not (tmp_path / "out").exists()
 
 
-def test_the_charts_of_a_sweep_are_missed_before_the_search(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise MissingDependencyError("matplotlib", "report", "Drawing charts")
-
-    monkeypatch.setattr(import_module("pyprune.fit.fit"), "check_charts", missing)
-    given = [*arguments(place, tmp_path / "out", "parameters=70%"), "--sweep", "--cache", tmp_path / "cache"]
-    assert "matplotlib" in refused(*given)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_widths_that_a_scheme_does_not_take_are_not_chosen() -> None:
     phi = PrunePlan.identity("phi", Sizes.decoder(2, 2560, 32, 32, 80, 10240, 51200))
     assert quantising_obstacle(phi, "w4a16") is None

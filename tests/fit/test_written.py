@@ -18,7 +18,8 @@ from pyprune.families import count_parameters
 from pyprune.fit import fit as flow
 from pyprune.fit.fit import export_path
 from pyprune.plan import PrunePlan, kv_head_of
-from pyprune.runtime.report import PointChart, Report, write_report
+from pyprune.runtime.charts import PointChart
+from pyprune.runtime.report import Report, write_report
 from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import layer_widths
 from tests._support.cli import refused, run

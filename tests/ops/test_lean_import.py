@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "lm_eval", "datasets", "peft")
 REPORT = f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
 
 

@@ -940,7 +940,6 @@ def test_the_perplexity_is_of_the_revision_that_is_served(
 def test_quality_against_the_speed_of_servers(
     fake: FakeServers, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(
         "pyprune.cli.bench.loaded_perplexity", lambda path, *_, **__: 9.5 if path.endswith("pruned") else 7.25
     )
