@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations import moe
 from typing_extensions import override
 
 from pyprune.config.train import TrainConfig
@@ -116,7 +117,7 @@ def training_memory(
     asked = config.dtype if device.type == "cpu" else "bfloat16"  # models of shapes are on a CPU for any device
     config = decide_dtype(decide_memory(config, model), model, device)
     config = replace(config, batch_size=max(1, config.batch_size // shares))
-    with FakeTensorMode(allow_non_fake_inputs=True), plain_torch(), _attention_of_shapes(model, teacher):
+    with FakeTensorMode(allow_non_fake_inputs=True), plain_torch(), _modules_of_shapes(model, teacher):
         for part in (model, teacher):
             _give_shapes(part)
         if shares == 1 and teacher_in == "shares":
@@ -317,22 +318,32 @@ def _attention(
 AttentionInterface.register(ATTENTION, _attention)
 
 
+def _product_of_shapes(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Give all rows to the first expert: how many each one gets is a value, and these tensors have none."""
+    return input.to(weight.dtype) @ weight[0]
+
+
 @contextmanager
-def _attention_of_shapes(*models: nn.Module | None) -> Iterator[None]:
-    """Replace torch's fused attention of models by the one above in the block; eager attention is kept."""
+def _modules_of_shapes(*models: nn.Module | None) -> Iterator[None]:
+    """Replace torch's fused attention and products of experts by those above in the block; eager attention is kept."""
     bases = [cast(Any, m).get_base_model() if hasattr(m, "get_base_model") else m for m in models]
-    changed = [
-        (base, str(base.config._attn_implementation))
-        for base in bases
-        if isinstance(base, PreTrainedModel) and base.config._attn_implementation in FUSED
-    ]
+    fused = [base for base in bases if isinstance(base, PreTrainedModel) and base.config._attn_implementation in FUSED]
+    mixtures = [base for base in bases if isinstance(base, PreTrainedModel) and base._can_set_experts_implementation()]
+    before = [base.config._attn_implementation for base in fused], [m.config._experts_implementation for m in mixtures]
+    products = moe._grouped_mm
     try:
-        for base, _ in changed:
+        moe._grouped_mm = _product_of_shapes
+        for base in fused:
             base.set_attn_implementation(ATTENTION)
+        for base in mixtures:
+            base.set_experts_implementation("grouped_mm")
         yield
     finally:
-        for base, name in changed:
+        moe._grouped_mm = products
+        for base, name in zip(fused, before[0], strict=True):
             base.set_attn_implementation(name)
+        for base, name in zip(mixtures, before[1], strict=True):
+            base.set_experts_implementation(name)
 
 
 def _moments(parameter: Tensor, config: TrainConfig) -> int:
