@@ -34,7 +34,6 @@ from bench.quality.grid import (
     Column,
     Grid,
     Layout,
-    command_column,
     figure,
     first,
     gemma_options,
@@ -269,11 +268,13 @@ def _columns(rows: Sequence[Json]) -> list[Column]:
         columns.append(Column(text, figure("perplexity", text), mean_and_range))
         if best is not None:
             columns.append(Column(f"times {best['case']['row']}", partial(_ratio, best, text), first))
-    return [
-        *columns,
-        *spent_columns(),
-        command_column(),
-    ]
+    return [*columns, *spent_columns()]
+
+
+def _is_dense_model_of(dense: Json, row: Json) -> bool:
+    """Check whether a dense row is the model of a cut; the untied copy computes what SmolLM2 does."""
+    (model,) = (cut.model for cut in CUTS.values() if cut.title == row["case"]["cut"])
+    return bool(dense["case"]["row"] == f"dense {'smollm2' if model == 'untied' else model}")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -292,8 +293,13 @@ GRID = Grid(
         order=lambda row: (row["case"]["cut"], row["figures"]["perplexity"]["wikitext-2"]),
         section="cut",
         title=lambda row: f"{row['case']['cut']}:" if row["case"]["cut"] else "",
+        command=figure("command"),
+        shares=_is_dense_model_of,
     ),
-    axes={"cut": Axis([*CUTS]), "calibration": Axis(["web", "mixture"], ["web"])},
+    axes={
+        "cut": Axis([*CUTS], recorded={name: cut.title for name, cut in CUTS.items()}),
+        "calibration": Axis(["web", "mixture"], ["web"]),
+    },
     seeds=(0, 1, 2),
     options=_options,
 )

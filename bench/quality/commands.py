@@ -24,7 +24,6 @@ from bench.quality.grid import (
     Column,
     Grid,
     Layout,
-    command_column,
     figure,
     first,
     gemma_options,
@@ -120,7 +119,6 @@ def _columns(rows: Sequence[Json]) -> list[Column]:
         Column("seconds", figure("seconds"), lambda v: round(mean(v))),
         *spent_columns(),
         Column("result", _result, first),
-        command_column(),
     ]
 
 
@@ -133,7 +131,7 @@ GRID = Grid(
     name="commands",
     description=__doc__,
     open=lambda options, records, work: Commands(options),
-    layout=Layout(("method", "step"), _columns),
+    layout=Layout(("method", "step"), _columns, command=figure("command")),
     axes={"method": Axis([*GOALS]), "step": Axis([*PRUNED])},
     options=_options,
 )

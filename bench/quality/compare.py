@@ -27,11 +27,9 @@ from bench.quality.grid import (
     Grid,
     Layout,
     figure,
-    first,
     mean_and_range,
     most_megabytes,
     perplexity_columns,
-    timed_columns,
 )
 from bench.quality.steps import LENGTH, Cut, PathBench, Steps
 from pyprune.runtime.records import Json, RecordFile
@@ -155,11 +153,6 @@ def _columns(rows: Sequence[Json]) -> list[Column]:
     return [
         Column("seeds", figure("perplexity"), len),
         *perplexity_columns(rows, partial(mean_and_range, digits=digits)),
-        *(
-            Column(name.replace("_", " "), figure(name, usual=0), first)
-            for name in ("tokens_trained", "tokens_calibrated")
-        ),
-        *timed_columns(rows, "seconds", "cpu_seconds"),
         Column("peak MB", figure("peak_bytes"), most_megabytes),
     ]
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import lzma
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from statistics import mean, median
 from typing import Any, Protocol
 
 from bench._command import read_names, seeds
-from bench._machine import Machine, machine_label, machine_of
+from bench._machine import machine_label, machine_of
 from bench._texts import DATA
 from pyprune.errors import ConfigError
 from pyprune.plan import PrunePlan
@@ -93,6 +92,8 @@ class Layout:
         order: sorts the rows.
         section: field that has one value in a table; rows where it is empty are part of every table.
         title: of a table, from its last row.
+        command: that a row ran; a list below each table has them.
+        shares: whether a row without a section is part of the table of another one.
         remarks: sentences below the tables, from all rows.
     """
 
@@ -101,6 +102,8 @@ class Layout:
     order: Callable[[Json], Any] = lambda row: 0
     section: str = ""
     title: Callable[[Json], str] = lambda row: ""
+    command: Callable[[Json], str | None] = lambda row: None
+    shares: Callable[[Json, Json], bool] = lambda row, other: True
     remarks: Callable[[Sequence[Json]], Iterable[str]] = lambda rows: ()
 
 
@@ -111,10 +114,12 @@ class Axis:
     Attributes:
         values: allowed names.
         default: names that run where none is chosen; None = all.
+        recorded: name -> value of the field of that option in the rows; by default the name.
     """
 
     values: Sequence[str]
     default: Sequence[str] | None = None
+    recorded: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,6 @@ class Grid:
                 f"--{name}",
                 nargs="+",
                 type=partial(read_names, names=list(axis.values), what=name),
-                default=[list(axis.default or axis.values)],
                 metavar="NAME",
                 help=f"default: {usual}{', '.join(axis.values)}".replace("%", "%%"),
             )
@@ -163,21 +167,26 @@ class Grid:
             parser.add_argument("--seeds", type=seeds, default=list(self.seeds), metavar="A,B")
         self.options(parser)
         parser.add_argument("--tokens", type=int, default=self.tokens, metavar="N", help="of each test text")
-        parser.add_argument("--table", action="store_true", help="print all recorded rows and run nothing")
+        parser.add_argument(
+            "--table", action="store_true", help="print the recorded rows that are chosen and run nothing"
+        )
         parser.add_argument("--retry-failed", action="store_true", help="run cases again whose record is a failure")
         parser.add_argument("--jsonl", type=Path, default=RESULTS / f"{self.name}.jsonl", metavar="FILE")
 
     def run(self, options: argparse.Namespace) -> int:
-        """Run the cases without a record and print their rows, or all rows; 1 if a case failed.
+        """Run the cases without a record and print their rows, or those of the records; 1 if a case failed.
 
         Raises:
             ConfigError: no row is recorded, or a wrong option.
         """
-        for name in self.axes:
-            setattr(options, name, list(dict.fromkeys(itertools.chain(*getattr(options, name)))))
+        chosen = {name: getattr(options, name) for name in self.axes if getattr(options, name) is not None}
+        for name, axis in self.axes.items():
+            names = itertools.chain(*chosen.get(name, [axis.default or axis.values]))
+            setattr(options, name, list(dict.fromkeys(names)))
         records = RecordFile(options.jsonl, retry_failed=options.retry_failed)
         if options.table:
-            rows = list(records.of(self.name).values())
+            recorded = {name: [self.axes[name].recorded.get(v, v) for v in getattr(options, name)] for name in chosen}
+            rows = [row for row in records.of(self.name).values() if _is_chosen(row, recorded)]
         else:
             with tempfile.TemporaryDirectory() as work:
                 rows = self._measure(self.open(options, records, Path(work)), records)
@@ -206,6 +215,11 @@ class Grid:
             bench.finish(case, [later for _, later in todo[number:]])
             gc.collect()
         return [records.of(self.name)[key] for key in cases]
+
+
+def _is_chosen(row: Json, values: Mapping[str, Sequence[str]]) -> bool:
+    """Check the fields of a row against the chosen values; a row that lacks a field, as controls do, is kept."""
+    return all(row["case"].get(name, "") in ("", *allowed) for name, allowed in values.items())
 
 
 def keep_plan(records: RecordFile, key: str, plan: PrunePlan) -> PrunePlan:
@@ -248,8 +262,9 @@ def show(rows: Sequence[Json], layout: Layout) -> str:
         good = sorted((row for row in group if not row["error"]), key=layout.order)
         inside = [row for row in good if row["case"].get(layout.section)]
         shared = [row for row in good if row not in inside]
-        sections = [[], *_group(inside, lambda row: row["case"][layout.section])]
-        parts += [_table([*shared, *section], layout) for section in sections if shared or section]
+        for section in _group(inside, lambda row: row["case"][layout.section]) or [[]]:
+            belonging = (row for row in shared if not section or layout.shares(row, section[0]))
+            parts.append(_table([*belonging, *section], layout))
         remarks = [f"Failed: {label_of(row['case'])}: {row['error']}" for row in group if row["error"]]
         remarks += layout.remarks(good)
         parts.append("\n".join(f"* {remark}" for remark in remarks))
@@ -260,12 +275,23 @@ def _table(rows: Sequence[Json], layout: Layout) -> str:
     names, columns = layout.lines, layout.columns(rows)
     lines = []
     for line in _group(rows, lambda row: [row["case"].get(name) for name in names]):
-        heads = [line[0]["case"].get(name) for name in names]
         values = ([value for row in line if (value := column.value(row)) is not None] for column in columns)
         cells = (column.form(some) if some else None for column, some in zip(columns, values, strict=True))
-        lines.append((*("-" if head is None else str(head) for head in heads), *cells))
+        lines.append((*_heads(line[0], names), *cells))
     table = markdown_table(Table("", (*names, *(column.name for column in columns)), tuple(lines)))
-    return "\n\n".join(filter(None, (layout.title(rows[-1]), table)))
+    commands: dict[tuple[str, ...], str] = {}
+    for row in rows:
+        if command := layout.command(row):  # of several seeds, the shortest command names none
+            heads = _heads(row, names)
+            commands[heads] = min(commands.get(heads, command), command, key=len)
+    listed = "\n".join(f"* {', '.join(heads)}: `{command}`" for heads, command in commands.items())
+    return "\n\n".join(filter(None, (layout.title(rows[-1]), table, listed)))
+
+
+def _heads(row: Json, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the first cells of a row's line."""
+    values = (row["case"].get(name) for name in names)
+    return tuple("-" if value is None else str(value) for value in values)
 
 
 def _group(rows: Iterable[Json], key: Callable[[Json], Any]) -> list[list[Json]]:
@@ -318,32 +344,12 @@ def perplexity_columns(rows: Sequence[Json], form: Callable[[Sequence[Any]], Cel
     ]
 
 
-def timed_columns(rows: Sequence[Json], *names: str) -> list[Column]:
-    """Return columns of mean seconds, of the machine that most rows were measured on."""
-    machines = Counter(machine_of(row["environment"]) for row in rows)
-    usual = machines.most_common(1)[0][0]
-    where = f", {machine_label(usual)}" if len(machines) > 1 else ""
-    return [
-        Column(f"{name.replace('_', ' ')}{where}", partial(_timed, name, usual), lambda v: round(mean(v)))
-        for name in names
-    ]
-
-
-def _timed(name: str, machine: Machine, row: Json) -> Any:
-    return row["figures"].get(name) if machine_of(row["environment"]) == machine else None
-
-
 def spent_columns() -> list[Column]:
     """Return columns of what :func:`bench._command.run_command` measured."""
     return [
         Column("CPU seconds", figure("cpu_seconds"), lambda v: round(mean(v))),
         Column("peak GB", figure("peak_bytes"), lambda v: f"{max(v) / 1e9:.1f}"),
     ]
-
-
-def command_column() -> Column:
-    """Return the column of the command that a row ran."""
-    return Column("command", figure("command"), lambda v: f"`{v[0]}`")
 
 
 def gemma_options(parser: argparse.ArgumentParser) -> None:
@@ -368,9 +374,9 @@ def most_megabytes(values: Sequence[int]) -> Cell:
 
 
 def mean_and_range(values: Sequence[float], digits: int = 1) -> Cell:
-    """Return the mean, with the smallest and the largest of several values."""
-    ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{mean(values):.{digits}f}{ends}"
+    """Return the mean, with the smallest and the largest of values that differ."""
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return f"{mean(values):.{digits}f}{f' ({least} to {most})' if least != most else ''}"
 
 
 def median_and_each(values: Sequence[float]) -> Cell:

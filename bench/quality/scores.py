@@ -37,7 +37,6 @@ from bench.quality.grid import (
     each,
     figure,
     median_and_each,
-    most_megabytes,
     perplexity_columns,
     text_identity,
 )
@@ -362,19 +361,12 @@ class ScoresBench:
 
 
 def _columns(rows: Sequence[Json]) -> list[Column]:
-    def share(row: Json) -> str:
-        return f"{row['figures']['parameters'] / row['figures']['dense_parameters']:.2%}"
-
     return [
         Column("parameters kept", figure("parameters"), each),
-        Column("of dense", share, each),
         Column("heads removed", figure("removed", "heads"), each),
         Column("FFN channels removed", figure("removed", "ffn"), each),
         *perplexity_columns(rows, median_and_each),
         Column("scoring s", figure("scoring_seconds"), _median),
-        Column("peak MB", figure("peak_bytes"), most_megabytes),
-        Column("tokens trained", figure("tokens_trained"), each),
-        Column("recovery s", figure("recover_seconds"), _median),
     ]
 
 

@@ -10,21 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench._texts import ELSEWHERE
-from bench.quality.__main__ import main
 from bench.quality.commands import GRID, Commands
 from bench.quality.grid import show
 from tests._support.llama_cpp import Case
-from tests._support.paths import REPO
 from tests._support.text import prose, write_text
-
-
-def test_the_published_table_is_printed_from_the_records(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPO / "docs/results/commands.md").read_text(encoding="utf-8")
-    published = [line for line in page.splitlines() if line.startswith("| ")]
-    assert main(["commands", "--table"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(published) > 12
-    assert [line for line in published if line not in printed] == []
 
 
 @pytest.mark.second
