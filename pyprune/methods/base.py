@@ -113,12 +113,14 @@ class RunOptions:
         resume: continue from the checkpoints in that folder.
         stored: the files from which the weights are read, tensor by tensor; the model itself is on the meta device.
             None = the weights are in the model. Only methods that are declared ``from_disk`` get it.
+        further: token ids, int64 [M, T], that ``decide`` may read besides its samples; None = there is no more text.
     """
 
     validation: Tensor | None = None
     checkpoint_dir: Path | None = None
     resume: bool = False
     stored: StoredModel | None = None
+    further: Tensor | None = None
 
     def folder(self, stage: str) -> Path | None:
         """Return the checkpoint folder of a stage."""
@@ -217,6 +219,7 @@ class Method:
             scores. The plan describes the dense model. On a model that was already cut nothing is left to penalise,
             and the stage trains on the language-model loss alone, with the same options.
         reads_text: whether ``decide`` reads the samples; :meth:`reads_text_with` decides it for given options.
+        further_text: times as much text as the samples that ``decide`` may read besides them (``run.further``).
         options: class of the method's own options.
         prepare: (layers, plan, samples [N, T], details of the decision) -> notes; changes the kept weights directly
             before the cut, in memory or on disk, as ``layers`` holds them. None for a method that cuts the weights
@@ -241,6 +244,7 @@ class Method:
     decide: Decide
     regularise: Regularise | None = None
     reads_text: bool = True
+    further_text: int = 0
     options: type[MethodOptions] = MethodOptions
     prepare: Prepare | None = None
     rotates: bool = False

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pyprune.config.run import PruneConfig, ReconstructCheckpointConfig, Recover
 from pyprune.data.sampling import TokenSamples, split_disjoint
 from pyprune.data.stream import check_sequence_length, check_token_ids
 from pyprune.data.tokens import IGNORED, Batch
-from pyprune.errors import ConfigError
+from pyprune.errors import ConfigError, DataError
 from pyprune.families import begins_with_bos
 from pyprune.methods.registry import get_method
 from pyprune.runtime.progress import warn
@@ -33,6 +34,8 @@ FORMER_NAMES = {"regularise": DATA, "cut": CUT_DATA, "recover": RECOVERY_DATA}
 """Names of the uses until 0.1; they are read for one more release."""
 PROBE_SAMPLES = 2
 """Calibration samples on which activations and cosines are compared before and after regularisation."""
+FURTHER = "further"
+"""The name of the text that a method may read besides ``data``."""
 NO_SAMPLES = torch.empty(0, 0, dtype=torch.int64)
 
 
@@ -44,12 +47,14 @@ class RunText:
         data: what the method reads, what is trained on before the cut, and what the cut is measured on.
         cut_data: what the cut is reconstructed on.
         recovery_data: what is trained on after the cut.
+        further: what the method may read besides ``data``; empty for most methods.
         drawn: the samples that were drawn from a source, for the marks of training text.
     """
 
     data: Batch
     cut_data: Batch
     recovery_data: Batch
+    further: Batch
     drawn: tuple[TokenSamples, ...] = ()
 
     @classmethod
@@ -59,7 +64,7 @@ class RunText:
         Raises:
             ConfigError: a name that is no use of text.
         """
-        if unknown := sorted(set(samples) - set(USES) - set(FORMER_NAMES)):
+        if unknown := sorted(set(samples) - {*USES, FURTHER, *FORMER_NAMES}):
             raise ConfigError(f"data has {unknown[0]!r}, which is no use of text; the names are {', '.join(USES)}.")
         if former := sorted(set(samples) & set(FORMER_NAMES)):
             names = ", ".join(f"{name!r} is called {FORMER_NAMES[name]!r}" for name in former)
@@ -68,7 +73,8 @@ class RunText:
         data = by_use.get(DATA, NO_SAMPLES)
         cut_data, recovery_data = by_use.get(CUT_DATA, data), by_use.get(RECOVERY_DATA, data)
         drawn = tuple(tokens for tokens in samples.values() if isinstance(tokens, TokenSamples))
-        return cls(Batch.of(data), Batch.of(cut_data), Batch.of(recovery_data), drawn)
+        further = by_use.get(FURTHER, NO_SAMPLES)
+        return cls(Batch.of(data), Batch.of(cut_data), Batch.of(recovery_data), Batch.of(further), drawn)
 
     @property
     def probe(self) -> Tensor:
@@ -85,7 +91,8 @@ class RunText:
 def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) -> dict[str, TokenSamples]:
     """Draw the text of every use; texts of different uses are disjoint.
 
-    Nothing is read when a saved plan is only applied and not verified.
+    Nothing is read when a saved plan is only applied and not verified. What a method may read besides is left out where
+    the source has no more text.
 
     Raises:
         CheckpointError: the model has no tokenizer.
@@ -96,7 +103,14 @@ def draw_samples(model: PreTrainedModel, tokenizer: Any, config: PruneConfig) ->
         raise no_tokenizer(model.name_or_path or "The model")
     for data in configs.values():
         check_sequence_length(model.config, data.sequence_length)
-    drawn = split_disjoint(tokenizer, configs, bos=begins_with_bos(model.config)) if configs else {}
+    draw = partial(split_disjoint, tokenizer, bos=begins_with_bos(model.config))
+    further = _further_text(config) if configs else {}
+    try:
+        drawn = draw(configs | further) if configs else {}
+    except DataError:
+        if not further:
+            raise
+        drawn = draw(configs)
     for samples in drawn.values():
         check_token_ids(model.config, samples.ids[samples.ids != IGNORED])
     return drawn
@@ -112,6 +126,12 @@ def text_configs(config: PruneConfig) -> dict[str, DataConfig]:
     if config.stages.after:
         configs[RECOVERY_DATA] = config.recovery_data or config.data
     return configs
+
+
+def _further_text(config: PruneConfig) -> dict[str, DataConfig]:
+    """Return the options of the text that the method may read besides ``data``, if there is such a method."""
+    times = get_method(config.method).further_text if _decides_by_text(config) and config.method != "none" else 0
+    return {FURTHER: replace(config.data, samples=times * config.data.samples)} if times else {}
 
 
 def text_sources(config: PruneConfig) -> list[str]:

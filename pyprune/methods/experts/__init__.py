@@ -18,6 +18,9 @@ from pyprune.config.run import PruneConfig, StageConfig
 from pyprune.methods.base import NO_RUN, Decide, Deferred, Method, PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.training import LESS_TEXT, make_forms
 
+FURTHER_TEXT = 3
+"""Times as much text again may be read, until every expert has seen enough tokens to be judged by."""
+
 
 @dataclass(frozen=True)
 class ExpertOptions(MethodOptions):

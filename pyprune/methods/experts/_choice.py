@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -217,7 +217,7 @@ def decide_by_sums(
         model: dense, which comes back unchanged.
         samples: calibration token ids, int64 [N, T].
         request: the goal of the plan.
-        run: where the weights are.
+        run: where the weights are, and the text that is read while an expert has seen fewer than :data:`FLOOR` tokens.
 
     Raises:
         ConfigError: the model has no experts, or the goal cannot be reached.
@@ -231,5 +231,15 @@ def decide_by_sums(
     runner = layer_runner(model, run)
     modules = expert_modules(runner.model)
     sums = {layer: ExpertSums() for layer in modules}
-    gather_moments(runner, samples, others={modules[layer]: sums[layer] for layer in modules})
-    return choice.decision({layer: score(each) for layer, each in sums.items()}, sums)
+    further = run.further.split(len(samples)) if run.further is not None and len(run.further) else ()
+    read = 0
+    for batch in (samples, *further):
+        gather_moments(runner, batch, others={modules[layer]: sums[layer] for layer in modules})
+        read += len(batch)
+        if all(bool((each.tokens >= FLOOR).all()) for each in sums.values()):
+            break
+    decision = choice.decision({layer: score(each) for layer, each in sums.items()}, sums)
+    if read == len(samples):
+        return decision
+    note = f"{read:,} sequences were read instead of {len(samples):,}, for experts that few tokens are routed to."
+    return replace(decision, notes=(*decision.notes, note))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.methods.experts import by_sums, expert_method
+from pyprune.methods.experts import FURTHER_TEXT, by_sums, expert_method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,4 +22,5 @@ METHOD = expert_method(
     "Frequency: remove the experts to which the fewest tokens are routed.",
     by_sums(f"{__name__}:score"),
     choice="25 % of the experts of every layer, those to which the fewest tokens are routed.",
+    further_text=FURTHER_TEXT,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.methods.experts import by_sums, expert_method
+from pyprune.methods.experts import FURTHER_TEXT, by_sums, expert_method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,4 +26,5 @@ METHOD = expert_method(
     "EAN: remove the experts with the smallest sum of the norms of their outputs.",
     by_sums(f"{__name__}:score"),
     choice="25 % of the experts of every layer, those with the smallest sum of the norms of their outputs.",
+    further_text=FURTHER_TEXT,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyprune.methods.experts import by_sums, expert_method
+from pyprune.methods.experts import FURTHER_TEXT, by_sums, expert_method
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,4 +28,5 @@ METHOD = expert_method(
     "REAP: remove the experts with the smallest mean router weight times norm of their output.",
     by_sums(f"{__name__}:score"),
     choice="25 % of the experts of every layer, those that add least to their tokens (REAP).",
+    further_text=FURTHER_TEXT,
 )

@@ -14,11 +14,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
-from pyprune.methods.base import PlanDecision, PlanRequest
+from pyprune.methods.base import PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.experts import RankedOptions, reap
 from pyprune.methods.registry import get_method, preset
 from pyprune.probe.experts import ExpertSums
-from pyprune.run.prune import prune_checkpoint
+from pyprune.run.prune import plan_checkpoint, prune_checkpoint
 from pyprune.run.recipe import build_config
 from tests._support.inferred import tiny_inferred
 from tests._support.models import tiny_batch, tiny_model
@@ -161,6 +161,22 @@ def test_the_report_counts_the_tokens_that_experts_saw() -> None:
     assert not decide("expert_random", tiny_inferred("mixtral")).warnings
 
 
+def test_more_text_is_read_until_every_expert_saw_enough() -> None:
+    model, config = tiny_inferred("mixtral"), preset("reap-plain")
+
+    def read(sequences: int) -> int:
+        samples, further = tiny_batch(batch=4, length=16), tiny_batch(batch=sequences, length=16, seed=1)
+        decision = reap.METHOD.decide(model, samples, PlanRequest.of(model, config), RunOptions(further=further))
+        tokens = decision.details["experts"]["tokens"]["0"]
+        assert (min(tokens) < 64) == bool(decision.warnings)
+        assert any("sequences were read instead of 4" in note for note in decision.notes) == (sequences > 0)
+        return sum(tokens) // 2 // 16
+
+    assert read(0) == 4
+    assert read(8) == 12  # all that there is
+    assert 16 <= read(400) < 200
+
+
 def test_a_number_of_experts_that_stay_wins_over_the_ratio() -> None:
     model = tiny_inferred("mixtral")
     assert {len(layer.units("experts")) for layer in decide("reap", model, keep=4).plan.layers} == {4}
@@ -228,6 +244,16 @@ def test_experts_that_read_all_tokens_are_chosen_at_random_alone() -> None:
 
 def test_the_number_that_stays_is_an_option() -> None:
     assert build_config(preset="reap", settings=["reap.keep=4"]).options == RankedOptions(keep=4)
+
+
+@pytest.mark.parametrize(("characters", "read"), [(2000, 16), (100, 4)])
+def test_a_run_draws_more_text_where_its_source_has_it(characters: int, read: int, tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("qwen3_moe"), tmp_path / "dense")
+    text = write_text(tmp_path / "text.txt")
+    text.write_text(text.read_text()[:characters])
+    data = {"data.source": str(text), "data.samples": 4, "data.sequence_length": 8}
+    plan = plan_checkpoint(folder, build_config(preset="reap-plain", options=data))
+    assert sum(plan.details["experts"]["tokens"]["0"]) == 2 * read * 8
 
 
 @pytest.mark.parametrize("method", METHODS)
