@@ -144,8 +144,11 @@ def evaluate_perplexity(
     Args:
         source: a source, or a text from :func:`evaluation_text` (to tokenise once for several models).
         protocol: "ppl-2048" or "ppl-128".
-        split, field: see :func:`evaluation_text`.
-        window, max_tokens, batch_size: see :func:`perplexity`.
+        split: split of a hub data set; None = test or validation.
+        field: column or .jsonl field with the text; None = "text".
+        window: tokens in a window; None = the protocol's.
+        max_tokens: use only this many tokens of the text; None = all.
+        batch_size: windows in one forward pass; None = about 2,048 tokens.
         bos: whether every window begins with the tokenizer's bos token; None = as the model's family expects it
             (Gemma: yes). The published protocols, which are LLaMA's, have it in the first window alone.
 

@@ -10,7 +10,7 @@ import sys
 from pyprune.serving.vllm.launch import OFFICIAL, answer_for_variants
 
 TESTED = "vLLM 0.32.0 with transformers 5.19.0"
-"""The releases that every serving test runs with; docs/operations/serving.md has the others (`make matrix`)."""
+"""The releases that every serving test runs with; docs/operations/releases.md has the others (`make matrix`)."""
 
 OLDEST, NEWEST = (0, 29), (0, 32)
 """The oldest and newest release of vLLM that was tried. Faults of the CPU build were seen in the newest one."""

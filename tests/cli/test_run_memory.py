@@ -225,7 +225,7 @@ CHECKPOINTED = "recover.train.gradient_checkpointing=true"
 def test_the_7b_recipes_fit_on_one_gpu(
     size: str, recipe: str, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LLaMA-2's shapes on 76 GiB, from the recipe as it is shipped; of 13B as docs/reference/training.md says."""
+    """LLaMA-2's shapes on 76 GiB, from the recipe as it is shipped; of 13B as docs/results/training-memory.md."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     def shapes(source: ModelSource, dtype: str = "float32") -> object:
