@@ -557,7 +557,7 @@ def parse_ranges(text: str, size: int = MAX_INDEX + 1, name: str = "an index set
     for part in filter(None, text.replace(" ", "").split(",")):
         run = _run(part, name)
         if run.stop > size:
-            raise PlanError(f"{name}: {shown(part)} lies outside 0..{size - 1}.")
+            raise PlanError(f"{name}: {shown(part)} is outside 0..{size - 1}.")
         if runs and run.start < runs[-1].stop:
             raise PlanError(f"{name}: indices must be ascending and unique; {shown(part)} is not.")
         runs.append(run)
@@ -670,7 +670,7 @@ def _upgrade_layers(data: Any, dense: Sizes) -> list[dict[str, Any]]:
 
 def _list_of_layers(data: Any) -> list[Any]:
     if not isinstance(data, list):
-        raise PlanError(f"layers is {shown(data)}; expected a list with one JSON object for every layer that stays.")
+        raise PlanError(f"layers is {shown(data)}; expected a list with one JSON object for every kept layer.")
     return data
 
 
@@ -721,7 +721,7 @@ def _index_problems(name: str, indices: Sequence[int], size: int) -> list[str]:
     if list(indices) != sorted(set(indices)):
         return [f"{name}: indices must be ascending and unique."]
     outside = [i for i in indices if not 0 <= i < size]
-    return [f"{name}: {outside[:5]} lie outside 0..{size - 1}."] if outside else []
+    return [f"{name}: {outside[:5]} are outside 0..{size - 1}."] if outside else []
 
 
 def _size_problems(dense: Sizes) -> list[str]:

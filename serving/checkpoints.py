@@ -229,10 +229,9 @@ def _shape_in_words(tensors: TensorFiles, name: str, bits: Any) -> tuple[int, ..
         if 2 * inputs * outputs <= BITS_OF_A_WORD * math.prod(stored) <= 8 * inputs * outputs:
             return inputs, outputs
     raise CheckpointError(
-        f"{name} of {tensors.folder} has the packed shape {stored}, and its scales have the shape "
-        f"{scales or 'missing'}: these are no weights of 2 to 8 bits as GPTQ and AWQ write them (bits in config.json's "
-        f"quantization_config: {shown(bits)}). Add bits there if they are missing (older folders have them in "
-        "quantize_config.json); else the checkpoint is damaged or incomplete, or in a layout that is not read."
+        f"{name} of {tensors.folder} has the packed shape {stored} and scales of {scales or 'no shape'}: not 2 to 8 "
+        f"bits as GPTQ and AWQ write them (quantization_config has bits {shown(bits)}). Add missing bits there, or "
+        "fetch the checkpoint again."
     )
 
 
@@ -262,7 +261,7 @@ def read_gguf(path: Path) -> Checkpoint:
     if type(hidden) is not int or hidden < 1 or embedding < hidden:
         raise CheckpointError(
             f"{path} does not describe a language model (architecture {shown(architecture)}: it has no embedding of "
-            "tokens)."
+            "tokens); give another file."
         )
     keys = [count for name, count in header.tensors.items() if KEYS.fullmatch(name)]
     config = {
@@ -300,7 +299,7 @@ def refuse_unread_sizes(checkpoint: Checkpoint, source: str | Path) -> None:
     """
     if has_unread_sizes(checkpoint.config):
         raise CheckpointError(
-            f"{source} has sizes per layer that no stock architecture reads; pyprune did not write it so."
+            f"{source} has sizes per layer that no stock architecture reads; give a checkpoint that pyprune wrote."
         )
 
 
@@ -355,7 +354,8 @@ def _resolve(source: str | Path, hub: Hub) -> Path:
         return Path(snapshot_download(str(source), allow_patterns=patterns, **place))
     except Exception as error:
         raise CheckpointError(
-            f"{shown(str(source))} is not a local folder, and the hub did not give it: {one_line(str(error))}"
+            f"{shown(str(source))} is no local folder, and the hub did not give it: {one_line(str(error))}. Check "
+            "the name."
         ) from error
 
 
@@ -374,7 +374,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     config = {**text, **whole} if isinstance(text, dict) else whole
     path = folder / "config.json"
     if "vocab_size" not in config and not (text and isinstance(text, dict)):  # Gemma 3 leaves it to its default
-        raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size).")
+        raise CheckpointError(f"{path} does not describe a language model (it has no vocab_size); give another folder.")
     refuse_damaged(config, path)
     return config
 
@@ -387,21 +387,28 @@ def refuse_damaged(config: Mapping[str, Any], path: Path) -> None:
     """
     per_layer = config.get("per_layer_config") or {}
     if not isinstance(per_layer, dict) or not all(isinstance(own, dict) for own in per_layer.values()):
-        raise CheckpointError(f"{path} is damaged: its per_layer_config is not a mapping from layers to their values.")
+        raise CheckpointError(
+            f"{path} is damaged: its per_layer_config is no mapping from layers to values; fetch it again."
+        )
     sizes = size_fields()
     for layer, name, value in ((layer, *item) for layer, own in per_layer.items() for item in own.items()):
         if not _is_own_value(name, value, sizes):
             raise CheckpointError(
-                f"{path} is damaged: in its per_layer_config, {name} of layer {shown(layer)} is {shown(value)}."
+                f"{path} is damaged: in its per_layer_config, {name} of layer {shown(layer)} is {shown(value)}; "
+                "fetch it again."
             )
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise CheckpointError(f"{path} is damaged: layer_types is {shown(kinds)}, not a list of kinds of attention.")
+        raise CheckpointError(f"{path} is damaged: layer_types is {shown(kinds)}, not a list of names; fetch it again.")
     for name in COUNTS:
         value = config.get(name)
         wrong = type(value) is not int or value < 1
         if wrong and (value is not None or (name == "vocab_size" and name in config)):
-            raise CheckpointError(f"{path} is damaged: {name} is {shown(value)}, not a whole number of at least 1.")
+            raise CheckpointError(
+                f"{path} is damaged: {name} is {shown(value)}, not a whole number from 1; fetch it again."
+            )
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{path} is damaged: architectures is {shown(names)}, not a list of class names.")
+        raise CheckpointError(
+            f"{path} is damaged: architectures is {shown(names)}, not a list of names; fetch it again."
+        )

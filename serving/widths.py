@@ -115,8 +115,7 @@ def split_obstacle(widths: Sequence[LayerSizes], ranks: int) -> str | None:
             have, several = "has" if len(layers) == 1 else "have", what if size > 1 else what[:-1]
             return (
                 f"{named_layers(layers)} {have} {size} {several}, which {ranks} tensor parallel ranks cannot share "
-                f"equally (allowed: {allowed}). Serve it with --tensor-parallel-size {fitting}, or prune to sizes that "
-                "divide."
+                f"equally (allowed: {allowed}). Serve it with --tensor-parallel-size {fitting}, or prune to such sizes."
             )
     return None
 
@@ -142,9 +141,9 @@ def group_obstacle(widths: Sequence[LayerSizes], head_dim: int, group: int, rank
             layers = [i for i in unfit if widths[i][column] == size]
             have = "has" if len(layers) == 1 else "have"
             return (
-                f"{named_layers(layers)} {have} {size} {COLUMNS[column]}, of which each of {ranks} tensor parallel "
-                f"ranks would read {size * channels / ranks:g} inputs, and {group} of them are stored together (a "
-                "scale of w4a16, four bytes of w8a16). Use fewer ranks, or w8a8-int8."
+                f"{named_layers(layers)} {have} {size} {COLUMNS[column]}: each of {ranks} tensor parallel ranks would "
+                f"read {size * channels / ranks:g} inputs, no multiple of the {group} that are stored together. Use "
+                "fewer ranks, or w8a8-int8."
             )
     return None
 
@@ -238,9 +237,9 @@ def stage_obstacle(widths: Sequence[LayerSizes], stages: Sequence[tuple[int, int
         counts = ",".join(str(end - start) for start, end in stages)
         attend = format_ranges([i for i, (heads, _, _) in enumerate(widths) if heads])
         return (
-            f"pipeline parallel rank {rank} would hold {holds}, and vLLM cannot plan the key-value cache of a rank "
-            f"without attention. The layers are divided {counts}; attention is in {attend}. Set "
-            f"{PARTITION} to layers per rank so that each has one of these, or use fewer ranks."
+            f"pipeline parallel rank {rank} would hold {holds}, and vLLM serves no rank without attention. The layers "
+            f"are divided {counts}; attention is in {attend}. Set {PARTITION} so that each has some, or use fewer "
+            "ranks."
         )
     return None
 
@@ -270,9 +269,8 @@ def draft_obstacle(widths: Sequence[LayerSizes], kinds: Sequence[str] = (), *, h
         return None
     (one, first), (other, second) = list(pairs.items())[:2]
     return (
-        f"a draft model needs the same heads in all layers, because vLLM prepares attention once for all of them; "
-        f"layer {first} has {one[0]} query and {one[1]} KV heads, layer {second} has {other[0]} and {other[1]}. Use a "
-        "model that has lost layers, blocks or FFN channels, or the same number of heads everywhere."
+        f"a draft model needs the same heads in all layers; layer {first} has {one[0]} query and {one[1]} KV heads, "
+        f"layer {second} has {other[0]} and {other[1]}. Use a model that lost only layers or FFN channels."
     )
 
 

@@ -87,7 +87,7 @@ def test_a_kv_head_without_query_heads_is_refused() -> None:
     ("plan", "message"),
     [
         (IDENTITY.keep_hidden([]), "no hidden channel is left"),
-        (IDENTITY.keep_hidden([0, 8]), "lie outside 0..7"),
+        (IDENTITY.keep_hidden([0, 8]), "are outside 0..7"),
         (IDENTITY.drop_layers([0, 1, 2]), "no layer is left"),
         (IDENTITY.with_layer(0, query_heads=[], kv_heads=[], ffn=[]), "drop the layer instead"),
         (HYBRID.with_layer(3, mamba_heads=[]), "drop the layer instead"),

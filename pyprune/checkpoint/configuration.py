@@ -117,8 +117,8 @@ def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     names = find_names(own, model.base_model_prefix, TensorFiles(Path(folder)).names())
     if names is None:
         raise CheckpointError(
-            f"The files of {label(source)} hold other tensors than those of a {config.model_type!r} model for its text "
-            "part. Load it with pyprune and save it anew: pyprune export."
+            f"The files of {label(source)} do not hold the tensors of a {config.model_type!r} model for its text part. "
+            "Load it with pyprune and write it again: pyprune export."
         )
     return config, shapes, {name: names[name] for name in shapes}
 
@@ -226,7 +226,7 @@ def load_config(source: str, **options: Any) -> Any:
         forget_multi_token_(config)
     except (AttributeError, TypeError) as error:
         # Only config.json is read here; Transformers raises these for a list where a mapping belongs.
-        raise ValueError(f"config.json holds a value of the wrong kind ({error}).") from error
+        raise ValueError(f"config.json holds a value of the wrong kind ({error}); correct it.") from error
     if is_remote(config) and config.model_type not in all_families():
         remember_remote(config)
     return config
@@ -245,7 +245,7 @@ def check_folder(folder: Path, gguf_file: str | None, *, verify: bool) -> None:
     """Refuse a folder that is no checkpoint: without config.json or the GGUF file, with an adapter, or damaged."""
     refuse_adapter(folder)
     if gguf_file is not None and not os.path.isfile(folder / gguf_file):
-        raise CheckpointError(f"{folder} has no file {shown(gguf_file)}.")
+        raise CheckpointError(f"{folder} has no file {shown(gguf_file)}; name one of its .gguf files.")
     if os.path.isfile(folder / GENERATION):
         read_mapping(folder / GENERATION)  # Transformers ignores a damaged one without a warning
     if has_record(folder):
@@ -258,9 +258,8 @@ def _refuse_wrapper(raw: Mapping[str, Any], source: str) -> None:
     if isinstance(text, Mapping):
         towers = ", ".join(sorted(name for name in raw if name.endswith("_config") and name != "text_config"))
         raise UnsupportedModelError(
-            f"{label(source)} is a model of several parts ({towers or 'text_config'}), and text models alone are "
-            "read here. Load it with Transformers, save its language_model and text_config as a checkpoint, and give "
-            "that."
+            f"{label(source)} is a model of several parts ({towers or 'text_config'}), and this reads only "
+            "text models. Save its language_model and text_config as a checkpoint (with Transformers), and give that."
         )
 
 

@@ -32,11 +32,11 @@ def read_mapping(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     try:
         data = read_json(path, limit)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} could not be read: {error.strerror}. Check its permissions.") from error
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated or damaged, or no JSON in UTF-8 "
-            "(without a byte order mark, comments and commas at the end). Correct it, or fetch or write it again."
+            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated, or no JSON in UTF-8 (without a "
+            "byte order mark, comments and commas at the end). Correct it, or fetch or write it again."
         ) from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {shown(data)}, where an object in braces belongs; fetch it again.")
@@ -69,9 +69,8 @@ def actionable(source: str) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise CheckpointError(
-            f"{name} needs a package that is not installed: {_reason(error)}. Quantised checkpoints are not read "
-            "(give the original weights); other attention than the usual one is chosen by an entry in config.json, "
-            "which can be removed."
+            f"{name} needs a package that is not installed: {_reason(error)}. Give the original weights of a quantised "
+            "checkpoint, or remove the entry in config.json that asks for another attention."
         ) from error
     except MemoryError as error:
         raise CheckpointError(f"{name} needs more memory than there is, or its sizes are damaged.") from error

@@ -169,7 +169,7 @@ class _Walk:
         if type(claimed) is not int or blocks != set(range(claimed if claimed <= len(tensors) else 0)):
             raise CheckpointError(
                 f"{self.path} says that it has {shown(claimed)} blocks (block_count), but its tensors belong to "
-                f"{len(blocks)}, the last being block {max(blocks, default=-1)}; layers would be dropped or made up. "
+                f"{len(blocks)}, the last being block {max(blocks, default=-1)}. "
                 "The file is damaged, or one of several parts; fetch it again."
             )
         return claimed

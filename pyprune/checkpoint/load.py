@@ -224,7 +224,9 @@ class ModelSource:
         file = cached_file(self.name, self.gguf_file or CONFIG, revision=self.revision)
         commit = extract_commit_hash(file, None)
         if commit is None:
-            raise CheckpointError(f"{label(self.name)} is not a local folder, and the hub names no commit of it.")
+            raise CheckpointError(
+                f"{label(self.name)} is no local folder, and the hub names no commit of it. Give a folder."
+            )
         return f"{commit}/{self.gguf_file}" if self.gguf_file else commit
 
     def streaming_obstacle(self) -> str | None:
@@ -273,7 +275,7 @@ class ModelSource:
             CheckpointError: it has no safetensors, or they are damaged.
         """
         if self.folder is None:
-            raise CheckpointError(f"{self.name} has no safetensors, from which weights could be streamed.")
+            raise CheckpointError(f"{self.name} has no safetensors to stream weights from; export it first.")
         return StoredModel(self.folder, dtype=DTYPES[dtype], device=device, scratch=scratch)
 
     def open_layers(self, *, dtype: str, device: str) -> StoredLayers:

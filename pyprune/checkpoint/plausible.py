@@ -50,7 +50,7 @@ def refuse_adapter(folder: Path) -> None:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}. Check its permissions.") from error
     for name in names:
         if any(fnmatchcase(name.lower(), pattern) for pattern in ADAPTERS):
             raise CheckpointError(
@@ -67,7 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     if not os.path.isfile(path):
-        raise CheckpointError(f"{folder} has no {CONFIG}; it is not a checkpoint folder.")
+        raise CheckpointError(f"{folder} has no {CONFIG}; give a checkpoint folder.")
     config = read_mapping(path, CONFIG_BYTES)
     if config.get("transformers_weights") is not None:
         raise CheckpointError(

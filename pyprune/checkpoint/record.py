@@ -80,7 +80,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
     """
     path = Path(folder) / RECORD_NAME
     if not os.path.isfile(path):
-        raise CheckpointError(f"{folder} has no {RECORD_NAME}; it was not written by pyprune.")
+        raise CheckpointError(f"{folder} has no {RECORD_NAME}; give a folder that pyprune wrote.")
     try:
         data = read_json(path)
         version = data["version"]
@@ -90,7 +90,9 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {shown(error)}. Write the checkpoint again.") from error
     if version != RECORD_VERSION:
-        raise CheckpointError(f"{path} has version {shown(version)}; this pyprune reads {RECORD_VERSION}.")
+        raise CheckpointError(
+            f"{path} has version {shown(version)}; this pyprune reads {RECORD_VERSION}. Write it again."
+        )
     try:
         unseal(data)
     except ValueError as error:
@@ -104,7 +106,7 @@ def read_pruning_json(folder: str | Path, *, verify_files: bool = False) -> Prun
     try:
         plan = PrunePlan.from_dict(plan_data) if plan_data is not None else None
     except PlanError as error:
-        raise CheckpointError(f"{path} holds an invalid plan: {error}") from error
+        raise CheckpointError(f"{path} holds an invalid plan: {error} Write the checkpoint again.") from error
     record = PruningRecord(plan, provenance, files, tokenizer, tuple(cards))
     if verify_files:
         verify(Path(folder), record)

@@ -95,8 +95,9 @@ def _follow_file(folder: Path, tokenizer: Any) -> Any:
         return tokenizer
     if not getattr(tokenizer, "is_fast", False) or any(_ids(tokenizer, text) != _ids(plain, text) for text in SAMPLES):
         _warn_once(
-            f"Transformers reads the tokenizer of {folder} as {type(tokenizer).__name__}, which splits text otherwise "
-            "than its tokenizer.json. The file is followed here; an engine that follows the class reads other tokens."
+            f"Transformers reads the tokenizer of {folder} as {type(tokenizer).__name__}, which splits text in "
+            "another way than its tokenizer.json. pyprune uses the file; an engine that uses the class reads other "
+            "tokens."
         )
     vocabulary = plain.get_vocab()
     for name in NAMED_TOKENS:  # a class has defaults, which the files of early releases do not name

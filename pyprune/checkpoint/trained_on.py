@@ -56,7 +56,9 @@ def _decode(marks: str) -> Hashes:
     try:
         return np.frombuffer(base64.b64decode(marks, validate=True), dtype="<u8")
     except (binascii.Error, ValueError) as error:
-        raise CheckpointError(f"The training marks in {RECORD_NAME} are damaged: {error}.") from error
+        raise CheckpointError(
+            f"The training marks in {RECORD_NAME} are damaged: {error}. Write the checkpoint again."
+        ) from error
 
 
 def _is_markable(samples: TokenSamples) -> bool:

@@ -76,7 +76,7 @@ def verify_files(folder: Path, record: PruningRecord, *, server: str = "") -> No
         ConfigError: PYPRUNE_VERIFY is neither 0 nor 1.
     """
     if not is_verification_on():
-        warn(f"The files of {folder} were not verified: {VERIFY} is 0.")
+        warn(f"The files of {folder} were not verified: {VERIFY} is 0; unset it to verify them.")
         return
     if server:
         _compare_once(folder, record, server)
@@ -127,7 +127,7 @@ def _compare(folder: Path, record: PruningRecord) -> None:
                 "The file is truncated or was changed; fetch or write the checkpoint again."
             )
         warn(
-            f"{path} was edited after the checkpoint was written, and is used as it is now. Weights and tokenizer are "
+            f"{path} was edited after the checkpoint was written, and is used with the edit. Weights and tokenizer are "
             "not affected; write the checkpoint again if the edit is not yours."
         )
     if INDEX in record.files:
@@ -138,14 +138,16 @@ def _compare(folder: Path, record: PruningRecord) -> None:
 
 def _refuse_missing(folder: Path, name: str) -> None:
     if not os.path.isfile(folder / name):
-        raise CheckpointError(f"{folder} lacks the file {shown(name)} that its {CHECKPOINT_MANIFEST} lists.")
+        raise CheckpointError(
+            f"{folder} lacks the file {shown(name)} that its {CHECKPOINT_MANIFEST} lists; fetch it again."
+        )
 
 
 def _digest(path: Path) -> str:
     try:
         return file_digest(path)
     except OSError as error:
-        raise CheckpointError(f"{path} could not be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} could not be read: {error.strerror}. Check its permissions.") from error
 
 
 def _is_adapted(path: Path, name: str, record: PruningRecord) -> bool:
@@ -190,7 +192,7 @@ def _loaded_names(folder: Path) -> Iterator[str]:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise CheckpointError(f"{folder} could not be read: {error.strerror}.") from error
+        raise CheckpointError(f"{folder} could not be read: {error.strerror}. Check its permissions.") from error
     for name in names:
         if name.lower() in LOADED_FOLDERS:
             inside = sorted(path for path in (folder / name).rglob("*") if path.is_symlink() or not path.is_dir())

@@ -137,7 +137,8 @@ def _explain(command: str, error: BaseException, options: Mapping[str, Any], *, 
         return INTERRUPTED_CODE
     if not isinstance(error, PypruneError | OSError) and not _lacks_memory(error):
         text = f"{type(error).__name__}: {shown(str(error))}"
-        say(f"Internal error: {text}. Please report this with the output of --debug.", "red")
+        report = "Please report the command, its output with --debug, and that of `pyprune env`."
+        say(f"Internal error: {text}. {report}", "red")
         return FAILURE_CODE
     text = str(error) if isinstance(error, PypruneError | OSError) else f"not enough memory ({shown(str(error))})"
     kept = _kept_of(options)
@@ -252,7 +253,7 @@ def refuse_beside(present: str, options: Mapping[str, bool]) -> None:
         present: the other option.
         options: option, as it is written -> whether it was given.
     """
-    refuse_idle(options, f"beside {present}; leave one of them out.")
+    refuse_idle(options, f"together with {present}; leave one of them out.")
 
 
 def refuse_others_beside(context: typer.Context, present: str, *read: str) -> None:

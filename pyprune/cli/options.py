@@ -44,7 +44,7 @@ def options(
             raise ConfigError(f"No option of {name} has {find!r} in its name or meaning. Leave out --find to see all.")
     rows = tuple((each.name, _text(each.value), each.allowed, each.meaning) for each in listed)
     notes = [f"{', '.join(options)} (no stage {stage})" for stage, options in idle.items()]
-    note = "; ".join([*notes, *(f"{option} (beside {why})" for option, why in off.items())])
+    note = "; ".join([*notes, *(f"{option} (with {why})" for option, why in off.items())])
     table = Table(f"Options of {name}", ("option", "value", "may be", "what it is"), rows)
     output(
         {"name": name, "options": [vars(each) for each in listed], "unread": idle, "switched_off": off},

@@ -239,7 +239,7 @@ def plan_of(target: str) -> PrunePlan:
         try:
             return PrunePlan.from_json(read_bounded(target))
         except (OSError, ValueError) as error:
-            raise PlanError(f"The plan {target} cannot be read: {error}.") from error
+            raise PlanError(f"The plan {target} cannot be read: {error}. Give a plan or a checkpoint.") from error
     record = read_record(target)
     if record is not None and record.plan is not None:
         return record.plan

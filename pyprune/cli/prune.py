@@ -44,9 +44,9 @@ def _presets() -> str:
     methods = [*own_methods(), *INSTALLED]
     others = [name for name in presets() if name not in methods and not name.endswith(FORMS)]
     return (
-        "Named set of options: the name of a method (choose, cut and reconstruct; no training), NAME-plain (without "
-        "the reconstruction), NAME-trained (then trained on text and the dense logits), NAME-paper (the paper's "
-        f"constants); also {', '.join(others)}."
+        "Named options: NAME of a method (choose, cut and reconstruct), NAME-plain (without the reconstruction), "
+        "NAME-trained (then trained on text and the dense logits), NAME-paper (the paper's constants); "
+        f"also {', '.join(others)}."
     )
 
 

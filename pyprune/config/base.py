@@ -177,7 +177,7 @@ class Config:
 def _first(problems: Sequence[str]) -> list[str]:
     """Return the first sentences, and the number of the others."""
     more = len(problems) - MOST_PROBLEMS
-    return [*problems[:MOST_PROBLEMS], f"There are {more:,} problems more."] if more > 0 else list(problems)
+    return [*problems[:MOST_PROBLEMS], f"There are {more:,} more problems."] if more > 0 else list(problems)
 
 
 def _text_problem(name: str, value: str) -> str | None:

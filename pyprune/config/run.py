@@ -55,8 +55,7 @@ class Training(NamedTuple):
         if self.all_weights and dtype in HALF_DTYPES and not lean:
             yield (
                 f"dtype is {dtype!r}, but {self.action} trains all weights, whose small updates round to nothing; "
-                f"set dtype to float32 ({self.name}.dtype is the compute dtype), or dtype to bfloat16, "
-                f"{self.name}.dtype to auto and {self.name}.memory to lean, which rounds them stochastically."
+                f"set dtype to float32, or to bfloat16 with {self.name}.dtype auto and {self.name}.memory lean."
             )
         if self.train.early_stop_patience is not None and self.data.samples == 1:
             yield (
@@ -305,7 +304,7 @@ class PruneConfig(Config):
             yield from training.problems(self.dtype)
         yield from _mixed_memory(list(self.trainings()))
         if not self.stages.prune and self.verify:
-            yield "verify compares both sides of the cut, but stages.prune is off; turn one of them round."
+            yield "verify compares both sides of the cut, but stages.prune is off; turn verify off, or stages.prune on."
         if self.data.layout != "stream":
             yield "data.layout is 'instructions', which is for recovery_data; set 'stream' for calibration text."
         if not self.stages.prune and self.cut.reconstruct != "none":

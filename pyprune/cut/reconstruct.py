@@ -122,10 +122,9 @@ class ReconstructionReport:
             )
         last = [part for part in self.parts if part.role == "writers" or part is self.parts[-1]][-1]
         return (
-            f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on {self.tokens:,} tokens; the "
-            f"stream after layer {last.layer} was {last.after:.1%} off the dense one on {self.held_back:,} of them, "
-            f"before these were solved on as well ({self.seconds:.0f} s, "
-            f"{self.extra_bytes / 2**20:,.0f} MiB in addition to the model)."
+            f"Reconstruction: {self.solved} of {len(self.parts)} systems were solved on {self.tokens:,} tokens; on "
+            f"{self.held_back:,} held back, the stream after layer {last.layer} was {last.after:.1%} off the dense one "
+            f"({self.seconds:.0f} s, {self.extra_bytes / 2**20:,.0f} MiB more)."
         )
 
     def _lost(self) -> list[str]:

@@ -91,7 +91,7 @@ def check_shorter(model: PreTrainedModel, plan: PrunePlan, config: PretrainedCon
     error = float((logits - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error < ERROR.get(model.dtype, 0.02):
         raise PlanError(
-            f"The other layers of this {plan.model_type!r} model depend on their index or number: without "
-            f"{len(plan.removed_layers)} layers its logits differ by {error:.1%} from those of the masked model.\n"
-            "Choose other layers, or add a table of its parameters (pyprune/families), which opens the other axes too."
+            f"The layers of this {plan.model_type!r} model depend on their index or number: without "
+            f"{len(plan.removed_layers)} layers its logits differ by {error:.1%} from the masked model's.\n"
+            "Choose other layers, or add a table of its parameters (pyprune/families)."
         )

@@ -238,8 +238,8 @@ def _load_rows(
     except Exception as error:  # hub, HTTP, parquet and split errors share no base class
         raise DataError(
             f"The data set {source!r} ({repository}, split {split!r}) could not be loaded: {brief(error)}. "
-            "Check the name, the split and the network; a local .txt or .jsonl(.gz) path works as well and needs no "
-            "network, and so does, to calibrate and to train, the source mixture-offline (of the package exllamav3)."
+            "Check the name, the split and the network, or give a local .txt or .jsonl(.gz) file; to "
+            "calibrate, mixture-offline needs none."
         ) from error
     return rows
 

@@ -272,9 +272,9 @@ def assert_disjoint(a: TokenSamples, b: TokenSamples, *, names: tuple[str, str] 
     if shared:
         start, end = b.spans.spans[shared[0]]
         raise DataError(
-            f"{names[0]} and {names[1]} are not disjoint: {len(shared)} of {len(b)} windows of {names[1]} "
-            f"({b.spans.stream.source!r}, the first at tokens {start} to {end}) hold text of {names[0]} "
-            f"({a.spans.stream.source!r}). Use other text for one of them, or draw both with split_disjoint."
+            f"{names[0]} and {names[1]} share text: {len(shared)} of {len(b)} windows of {names[1]} "
+            f"({b.spans.stream.source!r}, the first at tokens {start} to {end}) are in {names[0]} "
+            f"({a.spans.stream.source!r}). Use other text for one, or draw both with split_disjoint."
         )
 
 

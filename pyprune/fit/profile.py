@@ -178,7 +178,9 @@ class Profile:
         try:
             data = parse_json(read_bounded(path))
         except (OSError, ValueError) as error:
-            raise BudgetError(f"The profile {path} cannot be read: {error}.") from error
+            raise BudgetError(
+                f"The profile {path} cannot be read: {error}. Measure again with `pyprune profile MODEL`."
+            ) from error
         if isinstance(data, dict) and data.get("profile") != PROFILE_VERSION:
             raise BudgetError(
                 f"{path} is no profile of version {PROFILE_VERSION}, but of {shown(data.get('profile'))}. Measure "

@@ -184,9 +184,8 @@ def preserved_warnings(ratio: float, target: float | None) -> list[str]:
     """Return the warnings about a preserved ratio (none when the target is reached)."""
     if ratio > 1 - UNCHANGED_SHARE:
         return [
-            f"The regulariser had no effect: {ratio:.1%} of |W| in the channels to remove is still there. An Adam step "
-            "moves a weight by about the learning rate whatever the penalty_weight is: use more steps, a larger "
-            "learning rate or prox_step, or schedule 'anneal'."
+            f"The regulariser had no effect: {ratio:.1%} of |W| in the channels to remove is left. Use more steps, a "
+            "larger learning rate or prox_step, or schedule 'anneal'; a larger penalty_weight does not help Adam."
         ]
     if target is not None and ratio > target:
         return [
@@ -203,9 +202,8 @@ def _cosine_warnings(before: EffectSnapshot, after: EffectSnapshot) -> list[str]
     if 1 - new <= (1 - UNCHANGED_SHARE) * (1 - old) or old > 1 - 1e-6:
         return []
     return [
-        f"The regulariser had no effect on the layers to remove {list(gone)}: the mean cosine of their input and "
-        f"output went from {old:.4f} to {new:.4f}. Use more steps, a larger penalty_weight or learning rate, or "
-        "schedule 'anneal'."
+        f"The regulariser had no effect on layers {list(gone)}: the mean cosine of their input and output changed from "
+        f"{old:.4f} to {new:.4f}. Use more steps, a larger penalty_weight or learning rate, or schedule 'anneal'."
     ]
 
 

@@ -225,7 +225,7 @@ class StreamedCut:
         wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
         if wrong:
             raise CheckpointError(
-                f"The tensors of {self.source.folder} do not fit its config.json; missing, foreign or of another "
+                f"The tensors of {self.source.folder} do not fit its config.json; missing, unknown or of another "
                 f"shape: {', '.join(wrong[:3])}. The checkpoint is incomplete or its config.json was changed."
             )
         return model

@@ -121,7 +121,7 @@ def within_memory(models: TrainedModels, config: Run, *, always: bool = False) -
     if decided.dtype != config.dtype:
         say("Memory is lean: the weights are loaded in bfloat16, and rounded stochastically as they are trained.")
     if learns_from_files(decided) and not learns_from_files(config):
-        say("The dense model stays in its files while it teaches: each layer is read whenever it is run.")
+        say("The dense model is not loaded while it teaches: each layer is read from its files whenever it is run.")
     say(memory_table(predicted, device, capacity))
     estimator = MemoryEstimator(models, decided, device)
     beyond = [(training, memory) for training, memory in predicted if memory.total > capacity]

@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
             if not key.tag.endswith(":str"):
                 raise _mistake("this is no name of an option; put a word there", key)
             if key.value in names:
-                raise _mistake(f"the name {shown(key.value)} is there twice", key)
+                raise _mistake(f"the name {shown(key.value)} occurs twice", key)
             names.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -110,10 +110,10 @@ def read_yaml(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe one
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not valid YAML: {_reason(error)}.") from error
+        raise ConfigError(f"{what} is not valid YAML: {_reason(error)}. Correct it.") from error
     except (ValueError, ArithmeticError, TypeError, LookupError) as error:
         # PyYAML converts numbers and escapes by int("0b_", 2) or chr(0x110000), whose errors pass through.
-        raise ConfigError(f"{what} is not valid YAML: {_cut(str(error))}.") from error
+        raise ConfigError(f"{what} is not valid YAML: {_cut(str(error))}. Correct it.") from error
 
 
 def _reason(error: yaml.YAMLError) -> str:
@@ -297,7 +297,7 @@ def switched_off(config: PruneConfig | RecoverCheckpointConfig) -> dict[str, str
 def _idle_options(chosen: Mapping[str, Any], config: PruneConfig | RecoverCheckpointConfig) -> list[str]:
     """Return a sentence for each option that was given by name and that other options switch off."""
     return [
-        f"{name} would do nothing beside {why}; leave it out, or change that."
+        f"{name} would do nothing with {why}; leave it out, or change that."
         for option, why in switched_off(config).items()
         for name in dotted_names(chosen)
         if is_among(name, [option])

@@ -26,12 +26,14 @@ def read_plan(path: str | Path) -> PrunePlan:
     if path.is_dir():
         plan = read_pruning_json(path).plan
         if plan is None:
-            raise PlanError(f"The checkpoint {path} was not cut; its record holds no plan.")
+            raise PlanError(
+                f"The checkpoint {path} was not cut, so it holds no plan; give one that pyprune prune wrote."
+            )
         return plan
     try:
         text = read_bounded(path)
     except (OSError, ValueError) as error:
-        raise PlanError(f"The plan {path} cannot be read: {error}.") from error
+        raise PlanError(f"The plan {path} cannot be read: {error}. Give a plan or a checkpoint.") from error
     return PrunePlan.from_json(text)
 
 
@@ -71,11 +73,11 @@ def preparation_warnings(config: PruneConfig) -> list[str]:
     if decision.get(ROTATED):
         return [
             f"The hidden channels that the plan of {folder} keeps are those of a rotated stream, and the rotation is "
-            "not replayed: of the dense model, other channels go. Run the method that made it without a plan."
+            "not replayed: other channels of the dense model are removed. Run the method without a plan."
         ]
     if decision.get("layers", {}).get("merges"):
         return [
-            f"Layers of {folder} were merged before the cut, which is not replayed: what stays is as in the dense "
-            "model. Run the method that made it without a plan."
+            f"Layers of {folder} were merged before the cut, which is not replayed: kept weights are those of the "
+            "dense model. Run the method without a plan."
         ]
     return []

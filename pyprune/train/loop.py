@@ -374,7 +374,7 @@ class _Run:
         raise TrainingError(
             f"The {what} is {value} at step {step} of {self.config.steps} ({self.objective.name}). The weights "
             f"in memory are {self._weights_state(step, what)}. Lower the learning rate "
-            f"(now {rate:g}), clip gradients (max_grad_norm), or compute in float32.",
+            f"(now {rate:g}) or max_grad_norm, or compute in float32.",
             step,
         )
 

@@ -152,9 +152,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
             first, parameter = unused[0]
             raise ConfigError(
                 f"{len(unused)} parameter(s) have a gradient that stepping in backward has not used; the first is "
-                f"number {first}, of shape {tuple(parameter.shape)}. Only what backward() gives to parameters that "
-                "required a gradient when the block was entered is used. Call zero_grad() to drop these gradients; to "
-                "train parameters that were added or thawed since, leave the block and enter it again."
+                f"number {first}, of shape {tuple(parameter.shape)}. Call zero_grad(), or enter the block again after "
+                "parameters were added or thawed."
             )
         self._stepped.clear()
 
@@ -271,9 +270,9 @@ class RegularisedAdamW(torch.optim.Optimizer):
             found = {key: (tuple(t.shape), t.dtype) for key, t in saved.items()}
             if state and found != expected:
                 raise ConfigError(
-                    f"The saved state of parameter number {position} is {_describe(found)}; an optimizer with "
-                    f"moment_bits={self._options['moment_bits']} has {_describe(expected)}. Load a state of the same "
-                    "parameters, or make the optimizer with the moment_bits that it was saved with."
+                    f"The saved state of parameter number {position} is {_describe(found)}; with "
+                    f"moment_bits={self._options['moment_bits']} it is {_describe(expected)}. Load a state of the same "
+                    "parameters and moment_bits."
                 )
 
     @contextmanager
@@ -308,9 +307,8 @@ class RegularisedAdamW(torch.optim.Optimizer):
         def consume(parameter: Tensor) -> None:
             if parameter in self._stepped:
                 raise ConfigError(
-                    "A parameter got a second gradient in one step, after the first was used and freed: stepping in "
-                    "backward is defined for one backward() a step. Call step() after each, add penalties to the loss "
-                    "before backward(), or accumulate without stepping in backward."
+                    "A parameter got a second gradient in one step, after the first was used and freed. Call step() "
+                    "after each backward(), add penalties to the loss, or accumulate without stepping in backward."
                 )
             norm = float(norms_of([cast(Tensor, parameter.grad)]))
             if not math.isfinite(norm):

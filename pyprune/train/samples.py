@@ -78,9 +78,9 @@ def check_trainable(parameters: Mapping[str, nn.Parameter], *, lean: bool = Fals
     half = [n for n, p in parameters.items() if p.dtype in refused]
     if half:
         raise ConfigError(
-            f"{len(half)} trained parameters (first: {half[0]}) are {parameters[half[0]].dtype}; small updates "
-            "round to nothing there. Load the model with dtype float32 and set the training dtype to bfloat16, or "
-            "train bfloat16 weights with memory 'lean', which rounds them stochastically."
+            f"{len(half)} trained parameters (first: {half[0]}) are {parameters[half[0]].dtype}, where small "
+            "updates round to nothing. Load the model in float32 (the training's dtype may be bfloat16), or train "
+            "bfloat16 weights with memory 'lean'."
         )
 
 

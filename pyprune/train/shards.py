@@ -60,7 +60,7 @@ def read_shards(folder: Path, empty: Empty | None = None) -> Tensors:
         with silence_torch():
             load(tensors, storage_reader=reader, no_dist=empty is None)
     except CheckpointException as error:  # a BaseException, which handlers of errors would miss
-        raise CheckpointError(f"The parts in {folder} cannot be read: {shown(error)}.") from error
+        raise CheckpointError(f"The parts in {folder} cannot be read: {shown(error)}. Start the run again.") from error
     groups: Tensors = {}
     for entry, tensor in tensors.items():
         group, _, key = entry.partition("@")[0].partition("/")

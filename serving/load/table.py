@@ -78,7 +78,7 @@ def server_table(report: LoadReport, *, perplexity: Mapping[str, float] | None =
     lengths = ", ".join(f"{context:,}" for context in contexts)
     sequences = (
         f"Sequences: of {lengths} tokens that {gib} of key-value cache hold at once, computed from the KV heads of "
-        "every layer, beside what the server's log says; of several ranks the log says it alone."
+        "every layer; the server's log has its own number, and the only one for several ranks."
     )
     notes = [sequences] if contexts else []
     notes.append("Peak host memory: of all processes of a server, without a GPU's own.")
@@ -150,7 +150,7 @@ def _mode(report: LoadReport, model: ServedModel) -> str:
     if report.options.eager:
         return "eager (--enforce-eager)"
     if model.compilation is None:
-        return "not told by vLLM's log"
+        return "not in vLLM's log"
     if model.compilation == NOT_COMPILED:
         return "not compiled, as vLLM's log says"
     return "compiled" if report.options.vllm_args else "compiled (vLLM's own default)"

@@ -60,8 +60,8 @@ def memory_nodes_warning(given: argparse.Namespace) -> str | None:
     if not 0 < nodes < ranks:
         return None
     return (
-        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: its ranks will "
-        f'end with "Not enough allowed NUMA nodes". {THREADS_BIND}=nobind does without, or names CPUs for each rank.'
+        f"vLLM on a CPU binds each of {ranks} ranks to a memory node, and this process may use {nodes}: it would end "
+        f'with "Not enough allowed NUMA nodes". Set {THREADS_BIND}=nobind, or to CPUs for each rank.'
     )
 
 

@@ -58,10 +58,9 @@ def uncompiled_pipeline_obstacle(ranks: int, version: str) -> str | None:
     if ranks < 2 or not is_faulty_cpu_build(version):
         return None
     return (
-        f"pipeline_parallel_size is {ranks} and the model is not compiled, which ends vLLM {version} on a CPU at the "
-        "first request. Leave out what switches compilation off (--enforce-eager, -O0, --enable-lora, mode 0 of "
-        "--compilation-config, the variable TORCH_COMPILE_DISABLE), or use "
-        f"--tensor-parallel-size instead; where triton has a backend for CPUs, {RUNNER}=1 takes another runner."
+        f"pipeline_parallel_size is {ranks} and the model is not compiled, which ends vLLM {version} on a CPU. "
+        "Leave out --enforce-eager, -O0, --enable-lora and TORCH_COMPILE_DISABLE, use --tensor-parallel-size, or "
+        f"{RUNNER}=1."
     )
 
 

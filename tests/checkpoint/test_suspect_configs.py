@@ -87,7 +87,7 @@ def test_an_empty_bin_is_a_damaged_file_and_not_ctrl_c(foreign: Path) -> None:
 def test_a_model_of_several_parts_is_called_that(foreign: Path, model_type: str) -> None:
     """Whatever its type says: its text part is one of the known ones, and its files are whole."""
     change_config(foreign, model_type=model_type, text_config={"hidden_size": 64}, vision_config={})
-    with pytest.raises(UnsupportedModelError, match=r"several parts \(vision_config\).*save its language_model"):
+    with pytest.raises(UnsupportedModelError, match=r"several parts \(vision_config\).*Save its language_model"):
         load_model(foreign)
 
 

@@ -56,7 +56,7 @@ def test_a_class_reads_it_otherwise(tmp_path: Path, capsys: pytest.CaptureFixtur
         pytest.skip("this release of Transformers follows the file itself, as 5.24 does")
     for _ in range(2):
         load_tokenizer(str(folder))
-    assert capsys.readouterr().err.count("splits text otherwise than its tokenizer.json") == 1
+    assert capsys.readouterr().err.count("splits text in another way than its tokenizer.json") == 1
 
 
 def test_a_class_s_usual_tokens_are_taken_where_the_vocabulary_has_them(tmp_path: Path) -> None:

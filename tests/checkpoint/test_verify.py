@@ -115,7 +115,7 @@ def test_verification_can_be_turned_off_and_says_so(written: Path, monkeypatch: 
     monkeypatch.setenv(verify.VERIFY, "0")
     result = run("inspect", written)
     assert result.exit_code == 0, result.output
-    assert f"The files of {written} were not verified: PYPRUNE_VERIFY is 0." in result.stderr
+    assert f"The files of {written} were not verified: PYPRUNE_VERIFY is 0;" in result.stderr
     load_model(written)
     monkeypatch.setenv(verify.VERIFY, "no")
     assert "PYPRUNE_VERIFY is 'no'; allowed are 1" in refused("inspect", written)

@@ -306,6 +306,7 @@ def test_a_fault_of_ours_is_told_from_a_wrong_input(checkpoint: Path, monkeypatc
         result = run("inspect", checkpoint)
         assert result.exit_code == code
         assert said in result.stderr
+        assert ("pyprune env" in result.stderr) == said.startswith("Internal")
         assert "Traceback" not in result.stderr
         assert len(result.stderr) < 600
 

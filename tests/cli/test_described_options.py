@@ -48,13 +48,13 @@ def test_the_command_lists_them_and_says_what_nothing_reads() -> None:
     )
     published = run("options", "elder-paper", "--find", "penalty_weight")
     assert "| elder.penalty_weight | 0.001 | number, at least 0" in published.stdout
-    assert "elder.anneal_share (beside elder.schedule 'published')" in published.stdout
+    assert "elder.anneal_share (with elder.schedule 'published')" in published.stdout
 
 
 def test_an_option_that_nothing_reads_is_found_with_the_reason() -> None:
     listed = run("options", "taylor", "--find", "hidden_multiple")
     assert listed.exit_code == 0, listed.output
-    assert "hidden_multiple (beside method 'taylor', which removes none of the hidden size" in listed.stdout
+    assert "hidden_multiple (with method 'taylor', which removes none of the hidden size" in listed.stdout
 
 
 def test_a_text_that_is_not_named_is_as_much_as_it_would_be() -> None:

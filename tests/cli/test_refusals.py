@@ -199,7 +199,7 @@ def test_a_split_of_a_file_is_refused(checkpoint: Path, text: Path) -> None:
 
 
 def test_what_a_dry_run_would_not_read_is_refused(checkpoint: Path) -> None:
-    said = "{} does nothing beside --dry-run; leave one of them out."
+    said = "{} does nothing together with --dry-run; leave one of them out."
     assert said.format("--resume") in refused("prune", checkpoint, "--dry-run", "--resume")
     assert said.format("--overwrite") in refused("prune", checkpoint, "--dry-run", "--overwrite")
     assert said.format("--resume") in refused("recover", checkpoint, "--dry-run", "--resume")
@@ -215,7 +215,7 @@ def test_a_dry_run_of_a_command_that_overwrites_is_taken(checkpoint: Path, text:
 
 def test_widths_of_a_plan_are_not_made_uniform(checkpoint: Path, tmp_path: Path) -> None:
     said = refused("prune", checkpoint, "--plan", "plan.json", "--uniform", "--out", tmp_path / "out")
-    assert "score.uniform would do nothing beside plan 'plan.json', which decides what is removed" in " ".join(
+    assert "score.uniform would do nothing with plan 'plan.json', which decides what is removed" in " ".join(
         said.split()
     )
 

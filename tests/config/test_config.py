@@ -254,7 +254,7 @@ def test_messages_about_huge_values_are_short(data: dict[Any, Any]) -> None:
 
 
 def test_how_many_problems_are_left_out_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"There are 40 problems more\."):
+    with pytest.raises(ConfigError, match=r"There are 40 more problems\."):
         read_config({f"o{i}": 1 for i in range(50)})
 
 

@@ -117,7 +117,7 @@ def test_what_was_read_is_recognised_all_the_same(text: str) -> None:
     config = DataConfig(source=text, samples=6, sequence_length=64, bos=True)
     drawn, plain = sample_sequences(tokenizer, config), sample_sequences(tokenizer, replace(config, bos=None))
     assert training_marks([drawn]) == training_marks([plain])
-    with pytest.raises(DataError, match="not disjoint"):
+    with pytest.raises(DataError, match="share text"):
         assert_disjoint(drawn, plain)
     parts = split_disjoint(tokenizer, {"a": config, "b": replace(config, sequence_length=32)}, bos=False)
     assert all((samples.ids[:, 0] == BOS).all() for samples in parts.values())

@@ -227,7 +227,7 @@ def test_sampling_is_seeded_and_a_later_set_takes_other_records(tmp_path: Path) 
     assert torch.equal(alone.ids, drawn["first"].ids)
     other = sample_sequences(TOKENIZER, config(source, samples=10, sequence_length=900, seed=5))
     assert not torch.equal(other.ids, alone.ids)
-    with pytest.raises(DataError, match="not disjoint"):
+    with pytest.raises(DataError, match="share text"):
         assert_disjoint(alone, other)
     with pytest.raises(DataError, match="is used already: it is a test text"):
         split_disjoint(TOKENIZER, {**wanted, "third": config(source, samples=1, sequence_length=900)})

@@ -150,7 +150,7 @@ def test_a_mixture_and_one_of_its_texts_share_nothing(tmp_path: Path) -> None:
     book = DataConfig(parts_in(tmp_path)[0].source, samples=20, sequence_length=64)
     drawn = split_disjoint(TOKENIZER, {"regularise": config, "recover": book})
     assert len(drawn["recover"]) == 20
-    with pytest.raises(DataError, match="not disjoint"):
+    with pytest.raises(DataError, match="share text"):
         assert_disjoint(drawn["regularise"], sample_sequences(TOKENIZER, DataConfig(**{**vars(book), "samples": 40})))
 
 

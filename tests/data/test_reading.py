@@ -255,7 +255,7 @@ def test_any_data_set_id_with_a_configuration(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unreachable_hub_says_that_a_local_file_works(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_datasets(monkeypatch, ConnectionError("Couldn't reach the Hub"))
-    with pytest.raises(DataError, match=r"Couldn't reach the Hub.*local .txt or .jsonl\(.gz\) path works"):
+    with pytest.raises(DataError, match=r"Couldn't reach the Hub.*local .txt or .jsonl\(.gz\) file"):
         read_documents("wikitext2")
 
 

@@ -138,7 +138,7 @@ def test_the_same_file_under_two_names_is_recognised(tmp_path: Path) -> None:
     text = prose(400)
     a, b = text_file(tmp_path, text, "a.txt"), text_file(tmp_path, text, "b.txt")
     drawn = split_disjoint(TOKENIZER, configs(a, b))
-    with pytest.raises(DataError, match="not disjoint: 6 of 6 windows of b"):
+    with pytest.raises(DataError, match="share text: 6 of 6 windows of b"):
         assert_disjoint(drawn["regularise"], sample_sequences(TOKENIZER, configs(b)["regularise"]))
 
 
@@ -163,7 +163,7 @@ def test_windows_of_different_length_that_contain_each_other() -> None:
     short = TokenSamples.cut(TokenStream.of("a", tokens[100:130]), [(5, 15)])
     long = TokenSamples.cut(TokenStream.of("b", np.concatenate([tokens[:50], tokens[90:150]])), [(40, 80)])
     for a, b in ((short, long), (long, short)):
-        with pytest.raises(DataError, match="not disjoint"):
+        with pytest.raises(DataError, match="share text"):
             assert_disjoint(a, b)
 
 
@@ -192,7 +192,7 @@ def test_a_header_repeated_in_every_document_is_no_overlap(tmp_path: Path) -> No
 
 def test_text_that_only_repeats_itself_cannot_be_split(tmp_path: Path) -> None:
     source = text_file(tmp_path, "ab" * 400)
-    with pytest.raises(DataError, match="not disjoint"):
+    with pytest.raises(DataError, match="share text"):
         split_disjoint(TOKENIZER, configs(source))
 
 

@@ -71,7 +71,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_method_of_another_package_says_that_it_reads_the_seed(site: Path) -> None:
     install(site, "tally", MODULE.format(name="tally", preset="tally"))
-    with pytest.raises(ConfigError, match="seed would do nothing beside method 'tally'"):
+    with pytest.raises(ConfigError, match="seed would do nothing with method 'tally'"):
         build_config(options={"method": "tally"}, settings=["seed=3"])
     drawn = MODULE.format(name="drawn", preset="drawn")
     install(site, "drawn", drawn.replace("text=False", "text=False, seed=True"))

@@ -526,7 +526,7 @@ def test_the_check_of_the_theorem_takes_no_model() -> None:
     done = CliRunner().invoke(app, ["robustness", "--check-theorem", *given])
     assert done.exit_code == ERROR_CODE
     said = " ".join(done.stderr.split())
-    assert "MODEL, --seeds, --ppl, --out do nothing beside --check-theorem" in said
+    assert "MODEL, --seeds, --ppl, --out do nothing together with --check-theorem" in said
 
 
 @pytest.mark.parametrize("out", [".", "", os.devnull])

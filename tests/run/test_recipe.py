@@ -25,7 +25,7 @@ HOSTILE = {
     "long tag": (f"!{'t' * 50_000} x", "tags (!) are not read"),
     "binary tag": ("!!binary aGVsbG8=", "tags (!) are not read"),
     "merge anchor": ("{<<: *b}", "anchors (&) and aliases (*) are not read"),
-    "name twice": ("{a: 1, a: 2}", "the name 'a' is there twice"),
+    "name twice": ("{a: 1, a: 2}", "the name 'a' occurs twice"),
     "number as a name": ("{1: 2}", "this is no name of an option"),
     "nothing as a name": ("{null: 2}", "this is no name of an option"),
     "truth as a name": ("{yes: 2}", "this is no name of an option"),
@@ -260,14 +260,14 @@ def test_off_is_a_word_where_it_is_an_option() -> None:
 def test_options_that_other_values_switch_off_are_refused(preset: str, settings: list[str], off: str, why: str) -> None:
     name = off.partition("=")[0]
     assert build_config(preset=preset, settings=settings)
-    with pytest.raises(ConfigError, match=f"{re.escape(name)} would do nothing beside {re.escape(why)}"):
+    with pytest.raises(ConfigError, match=f"{re.escape(name)} would do nothing with {re.escape(why)}"):
         build_config(preset=preset, settings=[*settings, off])
 
 
 def test_options_that_a_given_value_switches_on_are_taken() -> None:
     config = build_config(preset="dress-paper", settings=["dress.solver=prox", "dress.prox_step=0.1"])
     assert config.options.prox_step == 0.1
-    with pytest.raises(ConfigError, match=r"recover\.rank would do nothing beside recover\.adapters 'none'"):
+    with pytest.raises(ConfigError, match=r"recover\.rank would do nothing with recover\.adapters 'none'"):
         build_recovery(settings=["recover.adapters=none", "recover.rank=8"])
 
 
@@ -347,13 +347,13 @@ def test_the_window_of_another_text_is_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("preset", "setting", "words"),
     [
-        ("taylor-plain", "cut.least_squares.held_back=0.3", "would do nothing beside cut.reconstruct 'none'"),
-        ("taylor-plain", "cut.batch_size=3", "would do nothing beside cut.reconstruct 'none'"),
-        ("flap-paper", "cut.least_squares.readers=true", "would do nothing beside cut.reconstruct 'bias'"),
-        ("loraprune", "score.batch_size=1", "beside method 'loraprune', which does not read text in batches"),
-        ("magnitude", "score.batch_size=1", "beside method 'magnitude', which does not read text in batches"),
-        ("wanda", "score.layerwise=false", "beside method 'wanda', which takes no gradients of layers"),
-        ("elder-paper-oneshot", "elder.gates.round_steps=3", "beside elder.gates.search 'one_shot'"),
+        ("taylor-plain", "cut.least_squares.held_back=0.3", "would do nothing with cut.reconstruct 'none'"),
+        ("taylor-plain", "cut.batch_size=3", "would do nothing with cut.reconstruct 'none'"),
+        ("flap-paper", "cut.least_squares.readers=true", "would do nothing with cut.reconstruct 'bias'"),
+        ("loraprune", "score.batch_size=1", "with method 'loraprune', which does not read text in batches"),
+        ("magnitude", "score.batch_size=1", "with method 'magnitude', which does not read text in batches"),
+        ("wanda", "score.layerwise=false", "with method 'wanda', which takes no gradients of layers"),
+        ("elder-paper-oneshot", "elder.gates.round_steps=3", "with elder.gates.search 'one_shot'"),
     ],
 )
 def test_options_that_others_switch_off_are_refused(preset: str, setting: str, words: str) -> None:

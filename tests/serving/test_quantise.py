@@ -179,7 +179,7 @@ def test_packed_weights_that_cannot_be_counted_are_refused(damage: str, tmp_path
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     message = " ".join(refused("inspect", tmp_path).split())
     assert ".qweight of" in message
-    assert "no weights of 2 to 8 bits as GPTQ and AWQ write them" in message
+    assert "not 2 to 8 bits as GPTQ and AWQ write them" in message
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("w8a8-int8", torch.int8), ("fp8", torch.float8_e4m3fn), *PACKED])

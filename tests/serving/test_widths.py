@@ -129,9 +129,9 @@ def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSize
 @pytest.mark.parametrize(
     ("widths", "group", "ranks", "said"),
     [
-        ([(32, 8, 12544)], 128, 4, "layer 0 has 12544 FFN channels, of which each of 4 tensor parallel"),
+        ([(32, 8, 12544)], 128, 4, "layer 0 has 12544 FFN channels: each of 4 tensor parallel"),
         ([(32, 8, 12288), (32, 8, 8960)], 128, 4, "layer 1 has 8960 FFN channels"),
-        ([(14, 2, 4864)], 128, 2, "layer 0 has 14 query heads, of which each of 2 tensor parallel"),
+        ([(14, 2, 4864)], 128, 2, "layer 0 has 14 query heads: each of 2 tensor parallel"),
         ([(14, 2, 4864)], 64, 2, ""),
         ([(32, 8, 12288), (0, 0, 512), (32, 8, 0)], 128, 4, ""),
         ([(14, 2, 4864)], 0, 2, ""),
@@ -140,7 +140,7 @@ def test_layers_that_ranks_cannot_share_equally_are_named(widths: list[LayerSize
             [(4, 2, 1100)],
             4,
             2,
-            "layer 0 has 1100 FFN channels, of which each of 2 tensor parallel",
+            "layer 0 has 1100 FFN channels: each of 2 tensor parallel",
         ),
         ([(4, 2, 1096)], 4, 2, ""),
     ],

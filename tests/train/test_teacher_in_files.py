@@ -162,7 +162,7 @@ def test_auto_leaves_the_teacher_in_its_files_where_the_device_cannot_hold_it(
         assert result.exit_code == 0, result.output
         assert placement_of(tmp_path / placement) == placement
         assert (str(dense) in loads) == (placement == "device")
-        assert ("stays in its files" in result.stderr) == (placement == "files")
+        assert ("is not loaded while it teaches" in result.stderr) == (placement == "files")
     assert found[1] < found[0]
     message = refused(*recovering(pruned, dense, text, tmp_path / "none", "--set", f"{PLACEMENT}=device"))
     assert f"{PLACEMENT}=files" in " ".join(message.split())

@@ -148,7 +148,7 @@ class Choice:
         if request.ratio_of not in (None, "experts"):
             raise ConfigError(
                 f"ratio_of is {request.ratio_of!r}, but {request.method} removes experts; use experts, or give the "
-                f"number that stays ({request.method}.keep)."
+                f"number to keep ({request.method}.keep)."
             )
         return floor_count(request.ratio, total, "experts")
 
@@ -167,8 +167,9 @@ class Choice:
         legal = count // self.groups * self.groups
         if not legal:
             raise ConfigError(
-                f"{count} of {total} experts of layer {layer} would go, and its router needs as many of each of its "
-                f"{self.groups} groups. Use a ratio of at least {sufficient_ratio(Fraction(self.groups, total))}."
+                f"{count} of {total} experts of layer {layer} would be removed, and its router needs as many of each "
+                f"of its {self.groups} groups. "
+                f"Use a ratio of at least {sufficient_ratio(Fraction(self.groups, total))}."
             )
         return legal
 

@@ -215,8 +215,8 @@ class StructureScores:
         if not torch.isfinite(values).all():
             raise ScoreError(
                 f"Scores of {module} ({axis}) hold {int((~torch.isfinite(values)).sum())} values that are not finite: "
-                "the model's weights hold NaN or infinity (pyprune eval reports them), or gradients overflowed; for "
-                "the second use dtype float32, or a smaller gamma or sigma."
+                "weights are damaged (pyprune eval reports them), or gradients overflowed (use dtype float32, or a "
+                "smaller gamma or sigma)."
             )
         held = self.sums.setdefault((layer, axis), {})
         held[module] = held[module] + values if module in held else values

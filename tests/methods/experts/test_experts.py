@@ -216,7 +216,7 @@ def test_groups_of_experts_lose_as_many() -> None:
             "would keep 2 of 7 experts of layer 0, and the router .* needs 3. .* at most 0.5714",
         ),
         (0.1, "experts", "removes nothing"),
-        (0.3, "parameters", r"ratio_of is 'parameters', but reap removes experts; .* stays \(reap.keep\)"),
+        (0.3, "parameters", r"ratio_of is 'parameters', but reap removes experts; .* number to keep \(reap.keep\)"),
     ],
 )
 def test_goals_that_cannot_be_reached_are_refused(ratio: float, ratio_of: str, match: str) -> None:

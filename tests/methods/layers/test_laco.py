@@ -188,7 +188,7 @@ def test_refusals() -> None:
     reconstructed = replace(config(), cut=CutConfig(reconstruct="least_squares"))
     with pytest.raises(ConfigError, match=r"cut\.reconstruct is 'least_squares', but laco merges layers"):
         decision_of(model, samples(), reconstructed)
-    with pytest.raises(ConfigError, match=r"laco removes 2 of 8 layers at most with merge 3, interval 5"):
+    with pytest.raises(ConfigError, match=r"laco removes at most 2 of 8 layers with merge 3, interval 5"):
         decision_of(model, samples(), config(0.5, interval=5))
     with pytest.raises(ConfigError, match=r"removes 4 of 8 layers, but only 2 may be removed: the first 6"):
         decision_of(model, samples(), config(0.5, lowest=5))

@@ -676,7 +676,7 @@ MODES = [
     ((), "DYNAMO_TRACE_ONCE", "compiled (vLLM's own default)"),
     (("-O0",), "NONE", "not compiled, as vLLM's log says"),
     (("-cc.backend", "eager"), "DYNAMO_TRACE_ONCE", "compiled"),
-    (("-O1",), None, "not told by vLLM's log"),
+    (("-O1",), None, "not in vLLM's log"),
 ]
 
 

@@ -365,7 +365,7 @@ def test_sizes_per_layer_of_another_shape_are_damage(checkpoint: Path, tmp_path:
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"per_layer_config": value}))
-    with pytest.raises(CheckpointError, match="its per_layer_config is not a mapping from layers"):
+    with pytest.raises(CheckpointError, match="its per_layer_config is no mapping from layers"):
         read_checkpoint(other)
 
 

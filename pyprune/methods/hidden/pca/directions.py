@@ -91,9 +91,8 @@ def prepare(layers: LayerRunner, plan: PrunePlan, samples: Tensor, details: Mapp
     plain = moment.diagonal().topk(kept).values.sum() / total
     counted = "each token counting alike" if tokens == "alike" else "tokens counting by their energy"
     return (
-        f"The stream was rotated, which moved the logits by {moved:.1g} of their size (rounding): the first {kept} "
-        f"directions hold {rotated:.3%} of its energy on the calibration text, the strongest {kept} channels held "
-        f"{plain:.3%} ({counted}).",
+        f"The stream was rotated (logits moved by {moved:.1g} of their size): the first {kept} directions hold "
+        f"{rotated:.3%} of its energy, the strongest {kept} channels held {plain:.3%} ({counted}).",
     )
 
 

@@ -171,9 +171,9 @@ def _search(layers: int, count: int, options: LacoOptions, similarity: _Similari
             return collapsed, threshold
         if not refused:
             raise ConfigError(
-                f"laco removes {layers - len(collapsed)} of {layers} layers at most with merge {options.merge}, "
-                f"interval {options.interval} and lowest {options.lowest}, but {count} must be removed. Use a smaller "
-                "interval or lowest, a larger merge, or a smaller ratio."
+                f"laco removes at most {layers - len(collapsed)} of {layers} layers with merge {options.merge}, "
+                f"interval {options.interval} and lowest {options.lowest}, not {count}. Use a smaller "
+                "interval, lowest or ratio, or a larger merge."
             )
         threshold = max(refused)
 
