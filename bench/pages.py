@@ -47,6 +47,8 @@ NEW = """# {name}
 
 {summary}
 
+## Values
+
 ```sh
 pyprune methods {name} --markdown
 ```

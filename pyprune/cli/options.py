@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyprune.cli.base import guard, output
@@ -10,6 +11,7 @@ from pyprune.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from pyprune.config.base import Config
     from pyprune.config.describe import OptionDescription
+    from pyprune.runtime.report import Table
 
 OTHERS = ("recover", "reconstruct", "fit")
 """Commands with options for --set, in addition to prune, whose options a preset has."""
@@ -82,6 +84,59 @@ def options_of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]
         raise ConfigError(did_you_mean(name, [*presets(), *OTHERS], "method, preset or command"))
     config = build_config(preset=name)
     return config, unread(config), switched_off(config)
+
+
+ALWAYS_LISTED = ("ratio", "ratio_of", "data.source", "data.samples", "data.sequence_length")
+"""Shared options that the table of a method has even if every preset leaves them at their default."""
+
+
+def method_tables(name: str) -> list[Table]:
+    """Return what a method's presets are, the values that they set, and what its own options mean.
+
+    An option that a preset does not read has a dash.
+
+    Raises:
+        ConfigError: there is no method of this name.
+    """
+    from pyprune.config.describe import describe_options
+    from pyprune.config.run import PruneConfig
+    from pyprune.config.train import TrainConfig
+    from pyprune.methods.registry import check_name, get_method, presets_of
+    from pyprune.run.recipe import is_among
+    from pyprune.runtime.report import Table
+
+    check_name(name)
+    makers = presets_of(get_method(name))
+    usual = {each.name: each.value for each in describe_options(PruneConfig())}
+    training = {each.name: each.value for each in describe_options(TrainConfig())}
+    columns: dict[str, dict[str, Any]] = {}
+    own: dict[str, OptionDescription] = {}
+    for preset in makers:
+        config, idle, off = options_of(preset)
+        left_out = [*off, *(option for options in idle.values() for option in options), "method"]
+        read = [each for each in describe_options(config) if not is_among(each.name, left_out)]
+        columns[preset] = {each.name: each.value for each in read}
+        own |= {each.name: each for each in read if each.name.startswith(f"{name}.")}
+
+    def is_set(option: str) -> bool:
+        values = [column[option] for column in columns.values() if option in column]
+        last = option.rpartition(".")[2]
+        default = training[last] if ".train." in option and last in training else usual.get(option)
+        return option in ALWAYS_LISTED or any(value != default and value != [] for value in values)
+
+    listed = dict.fromkeys(option for column in columns.values() for option in column if is_set(option))
+    rows = tuple((option, *(_cell(column, option) for column in columns.values())) for option in listed)
+    meanings = tuple((each.name, each.meaning, each.allowed) for each in own.values() if ".train." not in each.name)
+    described = tuple((preset, (maker.__doc__ or "").strip()) for preset, maker in makers.items())
+    return [
+        Table("Presets", ("preset", "what it does"), described),
+        Table("Values", ("option", *columns), rows),
+        *([Table("Options of the method", ("option", "what it is", "may be"), meanings)] if meanings else []),
+    ]
+
+
+def _cell(values: Mapping[str, Any], option: str) -> str | None:
+    return _text(values[option]) if option in values else None
 
 
 def _text(value: Any) -> str:

