@@ -24,6 +24,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"<!-- options (\w+) -->", lambda match: _options(match.group(1)), markdown)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out the roles of names in docstrings, such as ``:func:``."""
+    return re.sub(r":(?:py:)?(?:attr|class|data|exc|func|meth|mod):(<code>)~?", r"\1", html)
+
+
 def _commands() -> list[str]:
     """Return a section for each command."""
     group: Any = typer.main.get_command(app)

@@ -82,6 +82,16 @@ def test_commands_and_options_that_pages_name_exist() -> None:
     assert unknown == []
 
 
+def test_commands_of_pages_have_every_option_that_they_need() -> None:
+    commands = cast(Any, typer.main.get_command(app)).commands
+    lines = [line for page in PAGES for block in blocks(page) if block.language == "sh" for line in block.lines]
+    split = [line.split() for line in lines if line.startswith("pyprune ")]
+    assert len(split) > 50
+    for _, name, *words in split:
+        needed = [p.opts[0] for p in commands[name].params if p.required and p.opts[0].startswith("--")]
+        assert [option for option in needed if option not in words] == [], (name, words)
+
+
 def test_options_of_set_that_pages_name_exist() -> None:
     named = {key for page in PAGES for key in re.findall(r"--set '?([a-z][\w.]*)=", read(page))}
     methods = {key.partition(".")[0] for key in named} & set(presets())

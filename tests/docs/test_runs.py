@@ -112,6 +112,8 @@ def brief(words: list[str]) -> list[str]:
     more = shlex.split(BRIEF.get(words[0], ""))
     if words[0] == "bench" and "llamacpp" in words:
         more = more[2:]
+    if words[0] == "bench" and "--ppl" in words:
+        more += ["--protocol", "ppl-128"]
     stages: set[str] = {"recover"} if words[0] == "recover" else set()
     if words[0] == "prune" and "--method" in words:
         method = words[words.index("--method") + 1]
