@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,7 +188,10 @@ def bench(
             quality = {named_figure(f"{protocol} {ppl}", conditions): round(perplexity[name], 4)}
         add_to_record(folder, speed=measured.facts(name), **({"quality": quality} if quality else {}))
     if report is not None and perplexity is not None:
+        from pyprune.checkpoint.experts import expert_charts
+
         tradeoff = measured.tradeoff(perplexity, f"{ppl}, {protocol}")
+        tradeoff = replace(tradeoff, charts=(*tradeoff.charts, *expert_charts(models)))
         _write_report(tradeoff, report, measured.figures, overwrite=overwrite)
 
 

@@ -114,6 +114,7 @@ class RunOptions:
         stored: the files from which the weights are read, tensor by tensor; the model itself is on the meta device.
             None = the weights are in the model. Only methods that are declared ``from_disk`` get it.
         further: token ids, int64 [M, T], that ``decide`` may read besides its samples; None = there is no more text.
+        kinds: kind of text of each of the samples, then of those of ``further``; empty = unknown.
     """
 
     validation: Tensor | None = None
@@ -121,6 +122,7 @@ class RunOptions:
     resume: bool = False
     stored: StoredModel | None = None
     further: Tensor | None = None
+    kinds: tuple[str, ...] = ()
 
     def folder(self, stage: str) -> Path | None:
         """Return the checkpoint folder of a stage."""

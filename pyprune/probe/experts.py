@@ -76,10 +76,17 @@ class ExpertSums:
         tokens: float64 [experts], tokens routed to each of them.
         norms: float64 [experts], sums of the l2 norms of its outputs.
         weighted: float64 [experts], the same of these norms times the weights by which the model multiplies them.
+        by_kind: float64 [kinds, experts], tokens of each kind of text; [0, 0] without ``kinds``.
+
+    Args:
+        kinds: number of the kind of each token that will come, int64 [tokens], in the order of the samples; None =
+            tokens are not counted by kind.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Tensor | None = None) -> None:
         self.tokens = self.norms = self.weighted = torch.zeros(0, dtype=torch.float64)
+        self.by_kind = torch.zeros(0, 0, dtype=torch.float64)
+        self._kinds, self._read = kinds, 0
 
     @torch.no_grad()
     def __call__(self, module: Any, args: tuple[Tensor, ...]) -> None:
@@ -91,12 +98,18 @@ class ExpertSums:
         if not len(self.tokens):
             zeros = torch.zeros(3, len(module.down_proj), dtype=torch.float64, device=args[0].device)
             self.tokens, self.norms, self.weighted = zeros
+            if self._kinds is not None:
+                self.by_kind = torch.zeros(int(self._kinds.max()) + 1, zeros.shape[1], dtype=torch.float64)
+        begin, self._read = self._read, self._read + len(args[0].flatten(0, -2))
         for expert, tokens, x in _routed(module, args, "experts cannot be scored. Use --method expert_random."):
             norms = expert_output(module, expert, x).double().norm(dim=-1)
             weights = _weights(args, expert, tokens).double()
             self.tokens[expert] += len(x)
             self.norms[expert] += norms.sum()
             self.weighted[expert] += (norms * weights).sum()
+            if self._kinds is not None:
+                kinds = self._kinds[begin : self._read][tokens.cpu()]
+                self.by_kind[:, expert] += kinds.bincount(minlength=len(self.by_kind))
 
 
 class ExpertNorms:

@@ -95,12 +95,33 @@ class StripChart:
     missing: Sequence[int]
 
 
-Chart = BarChart | LineChart | PointChart | StripChart
+@dataclass(frozen=True)
+class HeatChart:
+    """Rows of squares in groups, each as dark as its value is large among those of its row.
+
+    Attributes:
+        title: of the chart.
+        x_label: what a column is.
+        groups: name of a group -> name of a row -> values of its columns, at least 0.
+        marked: name of a group -> columns in another colour.
+        mark: what these columns are.
+    """
+
+    title: str
+    x_label: str
+    groups: Mapping[str, Mapping[str, Sequence[float]]]
+    marked: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    mark: str = ""
+
+
+Chart = BarChart | HeatChart | LineChart | PointChart | StripChart
 Label = TypeVar("Label")
 MARGIN, TITLE, SMALL = 18.0, 15.0, 12.0
 """Pixels around a chart, and sizes of its letters."""
 PLOT_TOP, PLOT_BOTTOM = 52.0, 52.0
 """Pixels above the plot for the title, and below it for the ticks and the label of the axis."""
+HEAT_ROW, HEAT_GAP = 14.0, 10.0
+"""Pixels of a row of squares, and between two groups of rows."""
 
 
 def pareto_front(points: Mapping[Label, Sequence[float]]) -> list[Label]:
@@ -137,12 +158,16 @@ def draw_chart(chart: Chart, width: float = 730, height: float | None = None, de
     """
     if isinstance(chart, BarChart):
         usual = PLOT_TOP + PLOT_BOTTOM + 28 * len(chart.bars)
+    elif isinstance(chart, HeatChart):
+        usual = PLOT_TOP + PLOT_BOTTOM + sum(len(rows) * HEAT_ROW + HEAT_GAP for rows in chart.groups.values())
     else:
         usual = 330.0
     drawing = Drawing(width, 92 if isinstance(chart, StripChart) else height or usual, chart.title, description)
     drawing.text(MARGIN, 30, chart.title, size=TITLE, bold=True)
     if isinstance(chart, BarChart):
         _draw_bars(drawing, chart)
+    elif isinstance(chart, HeatChart):
+        _draw_heat(drawing, chart)
     elif isinstance(chart, StripChart):
         _draw_strip(drawing, chart)
     elif isinstance(chart, PointChart):
@@ -305,6 +330,30 @@ def _draw_strip(drawing: Drawing, chart: StripChart) -> None:
         drawing.rectangle(left, 44, 0.86 * step, 32, "plain-line" if missing else "accent", corner=2, dashed=missing)
         colour = "soft" if missing else "paper"
         drawing.text(left + 0.43 * step, 64, str(number), colour, size=min(11, 0.45 * step), anchor="middle")
+
+
+def _draw_heat(drawing: Drawing, chart: HeatChart) -> None:
+    names = _left(chart.groups)
+    left = names + _left(row for rows in chart.groups.values() for row in rows) - MARGIN
+    columns = max((len(values) for rows in chart.groups.values() for values in rows.values()), default=1)
+    step = min(HEAT_ROW, (drawing.width - MARGIN - left) / columns)
+    top = PLOT_TOP
+    for group, rows in chart.groups.items():
+        drawing.text(MARGIN, top + 11, group, size=SMALL)
+        for row, values in rows.items():
+            drawing.text(left - 8, top + 11, row, "soft", size=11, anchor="end")
+            largest = max(values, default=0.0) or 1.0
+            for column, value in enumerate(values):
+                colour = "second" if column in chart.marked.get(group, ()) else "accent"
+                opacity = 0.06 + 0.94 * value / largest
+                drawing.rectangle(left + column * step, top, 0.86 * step, 0.86 * HEAT_ROW, colour, opacity=opacity)
+            top += HEAT_ROW
+        top += HEAT_GAP
+    drawing.text(left, top + 10, f"{chart.x_label} 0 to {columns - 1}", "soft", size=SMALL)
+    if chart.mark:
+        key = left + text_width(f"{chart.x_label} 0 to {columns - 1}", SMALL) + 24
+        drawing.rectangle(key, top, 12, 12, "second")
+        drawing.text(key + 18, top + 10, chart.mark, "soft", size=SMALL)
 
 
 def _draw_points(drawing: Drawing, chart: PointChart) -> None:

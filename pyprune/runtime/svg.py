@@ -61,12 +61,22 @@ class Drawing:
         self._parts: list[str] = []
 
     def rectangle(
-        self, x: float, y: float, width: float, height: float, colour: str, *, corner: float = 0, dashed: bool = False
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        colour: str,
+        *,
+        corner: float = 0,
+        dashed: bool = False,
+        opacity: float = 1,
     ) -> None:
         """Add a rectangle by its upper left corner, filled in a colour, or an outline for ``"NAME-line"``."""
         shape = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
         corners = f' rx="{_number(corner)}"' if corner else ""
-        self._parts.append(f'<rect {shape}{corners} class="{colour}"{_dashes(dashed)}/>')
+        faint = f' opacity="{opacity:.2f}"' if opacity < 1 else ""
+        self._parts.append(f'<rect {shape}{corners} class="{colour}"{_dashes(dashed)}{faint}/>')
 
     def circle(self, x: float, y: float, radius: float, colour: str, title: str = "") -> None:
         """Add a filled circle; a browser shows its title under the pointer."""

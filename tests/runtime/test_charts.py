@@ -8,7 +8,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pyprune.runtime.charts import BarChart, Chart, LineChart, PointChart, Scale, StripChart, draw_chart, format_number
+from pyprune.runtime.charts import (
+    BarChart,
+    Chart,
+    HeatChart,
+    LineChart,
+    PointChart,
+    Scale,
+    StripChart,
+    draw_chart,
+    format_number,
+)
 from pyprune.runtime.svg import COLOURS, SERIES, Drawing
 
 NAME = 'runs/a$^$b <i> & "c"'
@@ -22,6 +32,7 @@ CHARTS: dict[str, Chart] = {
     "lines over values": LineChart("t", "x", "y", {"a": [1.0, 2.0]}, x={"a": [10.0, 30.0]}),
     "points": PointChart(NAME, NAME, NAME, {NAME: (1.0, 1.0), "b": (2.0, 3.0)}, (NAME,), "b"),
     "equal points": PointChart("t", "x", "y", {"a": (1.0, 1.0), "b": (1.0, 1.0), "c": (float("nan"), 1.0)}),
+    "heat": HeatChart(NAME, "expert", {NAME: {"a": [0, 1], "b": [0, 0]}, "2": {"a": [3, 1]}}, {NAME: [1]}, NAME),
     "strip": StripChart(NAME, 3, (1,)),
 }
 
@@ -43,6 +54,13 @@ def test_bars_are_as_long_as_their_values() -> None:
     short, long = (float(bar["width"]) for bar in shapes(CHARTS["bars"], "rect"))
     assert long == pytest.approx(3 * short, rel=0.01)
     assert [bar["class"] for bar in shapes(CHARTS["bars"], "rect")] == ["accent", "plain"]
+
+
+def test_squares_are_darker_the_larger_their_value_is_in_its_row() -> None:
+    chart = HeatChart("t", "x", {"g": {"a": [0, 2, 4], "b": [7, 0, 0]}}, {"g": [0]}, "marked")
+    squares = shapes(chart, "rect")[:-1]  # the last one is the key's
+    assert [float(square.get("opacity", 1)) for square in squares] == [0.06, 0.53, 1, 1, 0.06, 0.06]
+    assert [square["class"] for square in squares] == ["second", "accent", "accent"] * 2
 
 
 def test_a_strip_draws_the_missing_squares_as_gaps() -> None:

@@ -231,8 +231,12 @@ def decide_by_sums(
         raise DataError(f"{request.method} scores experts on calibration text; give samples.")
     runner = layer_runner(model, run)
     modules = expert_modules(runner.model)
-    sums = {layer: ExpertSums() for layer in modules}
     further = run.further.split(len(samples)) if run.further is not None and len(run.further) else ()
+    names = tuple(dict.fromkeys(run.kinds))
+    kinds = None
+    if len(names) > 1 and len(run.kinds) == len(samples) + sum(map(len, further)):
+        kinds = torch.tensor([names.index(kind) for kind in run.kinds]).repeat_interleave(samples.shape[1])
+    sums = {layer: ExpertSums(kinds) for layer in modules}
     read = 0
     for batch in (samples, *further):
         gather_moments(runner, batch, others={modules[layer]: sums[layer] for layer in modules})
@@ -240,6 +244,10 @@ def decide_by_sums(
         if all(bool((each.tokens >= FLOOR).all()) for each in sums.values()):
             break
     decision = choice.decision({layer: score(each) for layer, each in sums.items()}, sums)
+    if kinds is not None:
+        counts = {str(layer): each.by_kind.long().tolist() for layer, each in sums.items()}
+        by_kind = {kind: {layer: each[n] for layer, each in counts.items()} for n, kind in enumerate(names)}
+        decision.details["experts"]["tokens_by_kind"] = by_kind
     if read == len(samples):
         return decision
     note = f"{read:,} sequences were read instead of {len(samples):,}, for experts that few tokens are routed to."

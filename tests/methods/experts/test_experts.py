@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from pyprune.checkpoint.experts import expert_charts
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
 from pyprune.errors import ConfigError, DataError, UnsupportedModelError
@@ -20,6 +21,7 @@ from pyprune.methods.registry import get_method, preset
 from pyprune.probe.experts import ExpertSums
 from pyprune.run.prune import plan_checkpoint, prune_checkpoint
 from pyprune.run.recipe import build_config
+from pyprune.runtime.charts import draw_chart
 from tests._support.inferred import tiny_inferred
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -159,6 +161,39 @@ def test_the_report_counts_the_tokens_that_experts_saw() -> None:
     assert any(note.startswith("An expert saw ") for note in decision.notes)
     assert any("of 35 experts saw fewer than 64 tokens of the calibration text" in text for text in decision.warnings)
     assert not decide("expert_random", tiny_inferred("mixtral")).warnings
+
+
+def test_tokens_are_counted_by_kind_of_text() -> None:
+    model, config, further = tiny_inferred("mixtral"), preset("reap-plain"), tiny_batch(batch=2, length=16, seed=1)
+    request = PlanRequest.of(model, config)
+    run = RunOptions(further=further, kinds=("prose", "code", "prose", "code", "prose", "code"))
+    by_kind = reap.METHOD.decide(model, SAMPLES, request, run).details["experts"]["tokens_by_kind"]
+    assert list(by_kind) == ["prose", "code"]
+    for first, kind in enumerate(by_kind):
+        alone = reap.METHOD.decide(model, torch.cat((SAMPLES, further))[first::2], request)
+        assert alone.details["experts"]["tokens"] == by_kind[kind]
+    of_one_kind = reap.METHOD.decide(model, SAMPLES, request, RunOptions(kinds=("prose",) * 4))
+    assert "tokens_by_kind" not in of_one_kind.details["experts"]
+
+
+def test_a_report_shows_which_experts_each_kind_of_text_uses(tmp_path: Path) -> None:
+    folder = write_model(tiny_inferred("qwen3_moe"), tmp_path / "dense")
+    texts = [write_text(tmp_path / f"{kind}.txt", seed=seed) for seed, kind in enumerate(("prose", "code"))]
+    mixture = [{"source": str(text), "kind": text.stem, "share": 1} for text in texts]
+    data = {"data.source": "mixture", "data.mixture": mixture, "data.samples": 4, "data.sequence_length": 16}
+    prune_checkpoint(folder, build_config(preset="reap-plain", options=data), out=tmp_path / "out")
+    (chart,) = expert_charts({"dense": str(folder), "out": str(tmp_path / "out")})
+    plan = read_pruning_json(tmp_path / "out").plan
+    assert plan is not None
+    experts = plan.dense.units("experts", 0)
+    mixtures = [layer for layer in plan.layers if layer.units("experts")]
+    assert list(chart.groups) == [f"layer {layer.index}" for layer in mixtures]
+    for layer in mixtures:
+        removed = chart.marked[f"layer {layer.index}"]
+        assert sorted([*removed, *layer.units("experts")]) == list(range(experts))
+        assert [len(counts) for counts in chart.groups[f"layer {layer.index}"].values()] == [experts, experts]
+    svg = draw_chart(chart).render()
+    assert svg.count('class="second"') == 1 + 2 * sum(map(len, chart.marked.values()))
 
 
 def test_more_text_is_read_until_every_expert_saw_enough() -> None:
