@@ -41,7 +41,7 @@ from pyprune.runtime.progress import say
 REPO = Path(__file__).resolve().parents[1]
 DOCS = REPO / "docs"
 METHODS = DOCS / "reference" / "methods"
-PRINTED = re.compile(r"(?<=^<!-- printed -->\n)(?:.*\n)*?(?=<!-- end -->$)", re.MULTILINE)
+PRINTED = re.compile(r"(?<=^<!-- printed -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->$)", re.MULTILINE)
 COMMAND = re.compile(r"^(.+)\n```$", re.MULTILINE)
 NEW = """# {name}
 

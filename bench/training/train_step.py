@@ -2,6 +2,7 @@ r"""Time a whole training step, ours and a plain PyTorch loop's, at equal work: 
 
     python -m bench.training.train_step [--model DIR] [--forms dress elder lora distil] [--repeats 7] [--batch 8]
     python -m bench.training.train_step --shapes 7B --batch 1 --length 2048 # on a GPU: LLaMA-2's shapes, random weights
+    python -m bench.training.train_step --only-table # of the records, and run nothing
     python -m bench.training.train_step --recipes # predict what the shipped recipes hold at 7B and 13B on 76 GiB
     python -m bench.training.train_step --padding FILE # share of padding in a step on instruction records (.jsonl)
     python -m bench.training.train_step --passes FILE  # seconds of such a step, split by records or by tokens
@@ -31,6 +32,7 @@ import argparse
 import copy
 import gc
 import gzip
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -405,6 +407,27 @@ def table(records: Sequence[dict[str, Any]], work: int) -> str:
     return markdown_table(Table("Whole training steps", columns, tuple(rows)))
 
 
+def recorded_tables(file: Path) -> str:
+    """Return both tables of each device, from the newest record of every form and implementation.
+
+    Args:
+        file: JSON lines of :func:`main`.
+    """
+    newest: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["op"] in LABELS.values():
+            device = f"{record['model']} on {record['device']}, {record['variant']}"
+            newest.setdefault(device, {})[record["op"], record["implementation"]] = record
+    shown = []
+    for device, found in newest.items():
+        records = [record for op in LABELS.values() for (its, _), record in found.items() if its == op]
+        shown += [f"{device}:", table(records, records[0]["batch"] * records[0]["length"])]
+        if any("parts_ms" in record for record in records):
+            shown += ["Parts of a step, in seconds:", parts_table(records)]
+    return "\n\n".join(shown)
+
+
 def _row(record: dict[str, Any], plain: dict[str, Any] | None, work: int) -> tuple[Cell, ...]:
     predicted, ratio = record["predicted_bytes"], _peak_over_predicted(record)
     memory = (f"{predicted / 1e6:.0f}" if predicted else None, f"{ratio:.3f}" if ratio else None)
@@ -555,10 +578,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--compiled", action="store_true", help="also with every layer under torch.compile")
     parser.add_argument("--jsonl", type=Path, default=RESULTS, help="file to append to")
+    parser.add_argument("--only-table", action="store_true", help="print the tables of the records and run nothing")
     parser.add_argument("--recipes", action="store_true", help="only predict the memory of the shipped recipes")
     parser.add_argument("--padding", type=Path, metavar="FILE", help="only the padding in these records' steps")
     parser.add_argument("--passes", type=Path, metavar="FILE", help="only steps on these records, split in other ways")
     options = parser.parse_args(arguments)
+    if options.only_table:
+        return print(recorded_tables(options.jsonl))
     if options.padding is not None:
         records_read = _records(options.padding, the_model(options.model)[2])
         return print(padding_table(records_read, recovery("alpaca-lora").recover.train.batch_size))

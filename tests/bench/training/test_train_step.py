@@ -38,7 +38,12 @@ def test_every_form_is_timed_and_weighed(
     peaks = {(r["op"], r["implementation"]): r["peak_bytes"] for r in records}
     for form in ("dress", "elder", "distil"):
         assert peaks[LABELS[form], LEAN] < 0.6 * peaks[LABELS[form], PLAIN]
-    assert "tokens/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    train_step.main(["--only-table", "--jsonl", str(path)])
+    again = capsys.readouterr().out
+    assert [line for line in again.splitlines() if line.startswith("| ") and line not in printed] == []
+    assert again.count(LABELS["lora"]) == 2 * len(names), "times and parts"
     parts = {(r["op"], r["implementation"]): r["parts_ms"] for r in records}
     for (op, name), found in parts.items():
         assert sorted(found) == sorted(PARTS)
