@@ -99,8 +99,8 @@ def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
     """Read the text tower of a local multimodal checkpoint as :func:`read_dense_files` reads other checkpoints.
 
     Returns:
-        (configuration of the causal LM, parameter name -> shape, parameter name -> name in the files); None for a
-        checkpoint without a tower.
+        (configuration of the causal LM, parameter name -> shape, name of a parameter or stored buffer -> name in the
+        files); None for a checkpoint without a tower.
 
     Raises:
         CheckpointError, UnsupportedModelError: as :func:`read_dense_files`, or the files hold other tensors.
@@ -120,7 +120,7 @@ def read_tower_config(folder: str | Path) -> tuple[PretrainedConfig, dict[str, t
             f"The files of {label(source)} do not hold the tensors of a {config.model_type!r} model for its text part. "
             "Load it with pyprune and write it again: pyprune export."
         )
-    return config, shapes, {name: names[name] for name in shapes}
+    return config, shapes, {name: names[name] for name in own}
 
 
 def _has_untied_head(files: TensorFiles, places: Places, family: Family) -> bool:

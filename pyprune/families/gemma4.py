@@ -24,6 +24,7 @@ from pyprune.families.base import (
 )
 from pyprune.families.common import LAYER, first_obstacle, output_bias_obstacle
 from pyprune.families.gemma import ROWS
+from pyprune.families.gguf_forms import GgufForm, GgufSizes, same
 from pyprune.families.mixtures import experts_obstacle, rows_obstacle
 from pyprune.plan import BlockSizes, PrunePlan
 
@@ -127,6 +128,63 @@ def _narrow_layer(layer_class: type[nn.Module], config: Any, index: int) -> nn.M
     return layer_class(config, index)
 
 
+def _gguf_metadata(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    """Return the sizes of heads by kind of layer; layers that share keys and values have those of the configuration."""
+    layers = [config.per_layer_config[i] for i in range(len(sizes.layers))]
+    slides = [word == "sliding_attention" for word in config.layer_types]
+    dense = [(layer.num_attention_heads, layer.num_key_value_heads) for layer in layers]
+    heads = [own[:2] if own[0] else other for own, other in zip(sizes.layers, dense, strict=True)]
+    full, sliding = (layers[slides.index(word)].head_dim if word in slides else None for word in (False, True))
+    values = {
+        "attention.head_count": [n for n, _ in heads],
+        "attention.head_count_kv": [n for _, n in heads],
+        "attention.shared_kv_layers": config.num_kv_shared_layers or 0,
+        "attention.sliding_window_pattern": slides,
+        "embedding_length_per_layer_input": getattr(config, "hidden_size_per_layer_input", 0) or 0,
+        "final_logit_softcapping": float(config.final_logit_softcapping or 0),  # 30 if it is missing
+    }
+    for end, size in (("", full), ("_swa", sliding or full)):
+        values |= {f"{key}{end}": size for key in ("attention.key_length", "attention.value_length")}
+        values[f"rope.dimension_count{end}"] = size
+    if sizes.mixtures and sizes.dense_layers == 0:
+        values["feed_forward_length"] = [shared for _, shared in sizes.mixtures]
+    return values
+
+
+def _gguf_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    first = len(sizes.layers) - (config.num_kv_shared_layers or 0)
+    if first < len(sizes.layers) and config.layer_types[max(0, first - 2) : first] != [*_WORDS]:
+        return "the last layers of their own keys and values are one with a window and one without, in this order"
+    if not all(layer[2] for layer in sizes.layers):
+        return "each layer has an MLP"
+    if any(has and not layer[0] for layer, (has, _) in zip(sizes.layers, sizes.has_blocks, strict=True)):
+        return "each layer has attention"
+    experts = {(layer[2], count) for layer, (count, _) in zip(sizes.layers, sizes.mixtures, strict=False)}
+    if any(count for _, count in experts) and len(experts) > 1:
+        return "all layers have equally many experts of one width"
+    return None
+
+
+_GGUF = GgufForm(
+    "gemma4",
+    (),
+    "gelu_pytorch_tanh",
+    per_layer=True,
+    rope_factors=True,
+    windows="always",
+    dense_first=False,
+    parts={
+        "layer_scalar": {"layer_output_scale.weight": same},
+        "router.scale": {"ffn_gate_inp.scale": same},
+        "router.per_expert_scale": {"ffn_down_exps.scale": same},
+        "experts.gate_up_proj": {"ffn_gate_up_exps.weight": same},
+        **{f"mlp.{part}_proj.weight": {f"ffn_{part}.weight": same} for part in ("gate", "up", "down")},
+    },
+    obstacle=_gguf_obstacle,
+    metadata=_gguf_metadata,
+)
+
+
 def _family(model_type: str, package: str, name: str, experts: Mapping[Axis, str]) -> Family:
     stock = first_obstacle(output_bias_obstacle("Gemma 4's MLP"), _stock_obstacle, rows_obstacle)
     return Family(
@@ -152,6 +210,7 @@ def _family(model_type: str, package: str, name: str, experts: Mapping[Axis, str
         mixture_fields=experts,
         refuse=_variant_obstacle,
         plan_obstacle=experts_obstacle,
+        gguf=(_GGUF,),
     )
 
 

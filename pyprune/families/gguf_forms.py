@@ -25,6 +25,8 @@ DECODER_BIASES = (*QKV_BIASES, "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 LAYER_NORM_BIASES = ("attn_norm", "ffn_norm", "output_norm")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 """Ends of the names of parameters and buffers that are added to the scores of experts before some are chosen."""
+Change = Callable[[Any, Any], Any]
+"""(values of a parameter, configuration) -> values of a tensor of the file. Knows torch tensors by their methods."""
 FACTORS: Mapping[str, tuple[str, ...]] = {
     "attention.scale": ("attention_multiplier",),
     "embedding_scale": ("embedding_multiplier",),
@@ -34,7 +36,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "final_logit_softcapping": ("final_logit_softcapping",),
 }
 """Key of the file -> fields of configurations with its value."""
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
 OLMO_EPSILON = 1e-5
 """The constant in OLMo's norms, of which no field tells."""
 
@@ -55,6 +57,7 @@ class GgufSizes:
             are the channels of an expert.
         tied: the head is the embedding.
         mixtures: (experts, channels of the shared experts) of every layer, (0, 0) of a dense one; () = all are dense.
+        blocks: (whether it has attention, whether it has an MLP) of the kind of every layer; () = all have both.
     """
 
     hidden: int
@@ -62,15 +65,28 @@ class GgufSizes:
     layers: tuple[tuple[int, int, int], ...]
     tied: bool
     mixtures: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[tuple[bool, bool], ...] = ()
+
+    @property
+    def has_blocks(self) -> tuple[tuple[bool, bool], ...]:
+        """Whether each layer has attention and an MLP by its kind; a plan may skip them."""
+        return self.blocks or ((True, True),) * len(self.layers)
 
     @property
     def are_equal(self) -> bool:
         """True if all layers have the same sizes, and all their sub-blocks; mixtures may differ from dense layers."""
         mixtures = self.mixtures or ((0, 0),) * len(self.layers)
-        kinds = set(zip(self.layers, mixtures, strict=True))
-        of_kind = [bool(experts) for _, (experts, _) in kinds]
-        heads = {layer[:2] for layer in self.layers}
-        return len(heads) == 1 and len(of_kind) == len(set(of_kind)) and all(map(all, self.layers))
+        layers = list(zip(self.layers, mixtures, self.has_blocks, strict=True))
+        heads = {layer[:2] for layer, _, (attention, _) in layers if attention}
+        mlps = {(layer[2], mixture) for layer, mixture, (_, mlp) in layers if mlp}
+        of_kind = [bool(experts) for _, (experts, _) in mlps]
+        whole = all(map(all, heads)) and all(ffn for ffn, _ in mlps)
+        return whole and len(heads) < 2 and len(of_kind) == len(set(of_kind))
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(Query heads, KV heads) of the first layer with attention."""
+        return next((layer[:2] for layer in self.layers if layer[0]), (0, 0))
 
     @property
     def dense_layers(self) -> int:
@@ -92,14 +108,19 @@ class GgufForm:
         adjacent_pairs: rotary positions turn channels 2j and 2j + 1, not j and j + head_dim / 2, so rows of queries and
             keys are put in that order.
         fused_qkv: queries, keys and values are one tensor, ``attn_qkv``.
-        rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3).
+        rope_factors: the file may hold ``rope_freqs``, one factor for each rotary frequency (LLaMA 3, Gemma 4).
         yarn: positions may be scaled by YaRN.
         windows: some layers may have a sliding window; always = some must have one.
         own_head: the file holds a head, also where it is the embedding.
         normed_experts: the weights of the chosen experts are divided by their sum; None = the file says.
+        dense_first: of a mixture, layers without experts are the first ones; False = any layers have experts, or none.
         gating: function of the router, as llama.cpp numbers it: 1 softmax, 2 sigmoid.
+        parts: end of a parameter's name -> names of tensors, without the block, -> what they hold of it; for
+            parameters that the package gguf does not name, or that the file has in another form.
+        layer_keys: end of the name of a parameter or buffer -> whole key that lists its number for each layer.
         obstacle: (config, sizes) -> reason why this architecture cannot hold the model, or None.
-        metadata: (config) -> further keys without the architecture's name; int, float, bool, text or a list.
+        metadata: (config, sizes) -> keys without the architecture's name, instead of those that are
+            written of every model or besides them; int, float, bool, text or a list.
     """
 
     architecture: str
@@ -114,16 +135,21 @@ class GgufForm:
     windows: Literal["", "some", "always"] = ""
     own_head: bool = False
     normed_experts: bool | None = None
+    dense_first: bool = True
     gating: Literal[1, 2] = 1
+    parts: Mapping[str, Mapping[str, Change]] = field(default_factory=dict, hash=False)
+    layer_keys: Mapping[str, str] = field(default_factory=dict, hash=False)
     obstacle: Callable[[PretrainedConfig, GgufSizes], str | None] = lambda config, sizes: None
-    metadata: Callable[[PretrainedConfig], dict[str, Any]] = field(default=lambda config: {})
+    metadata: Callable[[PretrainedConfig, GgufSizes], dict[str, Any]] = field(default=lambda config, sizes: {})
 
     def names_of(self, row: Row) -> tuple[str, ...]:
-        """Return the name patterns of the tensors that a parameter becomes; () if the architecture has no place for it.
+        """Return the name patterns of the tensors that a parameter becomes; () if the architecture has none for it.
 
         Raises:
             MissingDependencyError: the package gguf is not installed.
         """
+        if changes := self.changes_of(row.pattern):
+            return tuple(changes)
         owner, _, leaf = row.pattern.rpartition(".")
         fused = any(len(axes) > 1 for axes in row.dimensions)
         kind = "bias" if row.is_bias else "weight"
@@ -143,6 +169,15 @@ class GgufForm:
         if found is None or (kind == "bias" and found.removeprefix(BLOCK) not in self.biases):
             return ()
         return (f"{found}.{leaf}",)
+
+    def changes_of(self, pattern: str) -> dict[str, Change]:
+        """Return the name patterns of :attr:`parts` that a parameter becomes, and what they hold of it."""
+        found = (parts for end, parts in self.parts.items() if pattern.endswith(end))
+        return {BLOCK + name: change for name, change in next(found, {}).items()}
+
+    def key_of(self, pattern: str) -> str | None:
+        """Return the key that holds the numbers of a parameter instead of a tensor, or None."""
+        return next((key for end, key in self.layer_keys.items() if pattern.endswith(end)), None)
 
     def _known(self, *names: str) -> tuple[str, ...]:
         tensors = tensors_of(self.architecture)
@@ -180,6 +215,11 @@ def _gguf() -> Any:
     except ImportError as error:
         raise MissingDependencyError("gguf", "gguf", "Naming the tensors of a GGUF file") from error
     return gguf
+
+
+def same(values: Any, config: Any) -> Any:
+    """Return the values of a parameter that the file holds under a name that the package gguf does not derive."""
+    return values
 
 
 def has_windows(config: PretrainedConfig) -> bool:

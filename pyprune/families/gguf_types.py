@@ -61,21 +61,132 @@ def _grouped_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     return None if sizes.layers[0][0] == sizes.layers[0][1] else "each of its query heads has a key and a value"
 
 
-def _smollm3_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+def _unrotated_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     expected = [int((i + 1) % 4 != 0) for i in range(config.num_hidden_layers)]
     return None if list(config.no_rope_layers) == expected else "its layers without rotary positions are each fourth"
 
 
+def _afmoe_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    expected = [(i + 1) % 4 != 0 for i in range(config.num_hidden_layers)]
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    return None if slides == expected else "each fourth of its layers, and no other, is without a window"
+
+
+def _llama4_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    step, layers = config.interleave_moe_layer_step, range(config.num_hidden_layers)
+    if list(config.moe_layers) != [i for i in layers if (i + 1) % step == 0]:
+        return f"its mixtures are each layer number {step}, by interleave_moe_layer_step"
+    if config.use_qk_norm == (sizes.mixtures[step - 1][0] == 128):
+        return "it normalises queries and keys, but not in models of 128 experts"
+    if config.max_position_embeddings > LLAMA4_CHUNK and not config.attn_temperature_tuning:
+        return f"it scales queries beyond {LLAMA4_CHUNK} tokens"
+    return _unrotated_obstacle(config, sizes) or _needs(
+        attention_chunk_size=LLAMA4_CHUNK, floor_scale=LLAMA4_CHUNK, attn_scale=0.1
+    )(config, sizes)
+
+
+def _short_convolution(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    return {"shortconv.l_cache": config.conv_L_cache}
+
+
+def _ministral3_scaling(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    return {"attention.temperature_scale": float(config.rope_parameters.get("llama_4_scaling_beta") or 0)}
+
+
+def _convolution(values: Any, config: PretrainedConfig) -> Any:
+    """Drop the dimension of groups: [channels, 1, taps] in, [channels, taps] out."""
+    return values.squeeze(1)
+
+
+def _latent_keys(values: Any, config: PretrainedConfig) -> Any:
+    """Take the rows that make keys: [heads x (nope + v), rank] in, [heads, rank, nope] out."""
+    heads = values.unflatten(0, (-1, config.qk_nope_head_dim + config.v_head_dim))
+    return heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+
+
+def _latent_values(values: Any, config: PretrainedConfig) -> Any:
+    """Take the rows that make values: [heads x (nope + v), rank] in, [heads, v, rank] out."""
+    heads = values.unflatten(0, (-1, config.qk_nope_head_dim + config.v_head_dim))
+    return heads[:, config.qk_nope_head_dim :]
+
+
+def _latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    """Return the keys of latent attention, which llama.cpp computes as attention with one KV head, the latents."""
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    values = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": config.v_head_dim,
+        "leading_dense_block_count": sizes.dense_layers,
+        "expert_feed_forward_length": sizes.layers[-1][2],
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rotated,
+    }
+    if config.q_lora_rank is not None:
+        values["attention.q_lora_rank"] = config.q_lora_rank
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":  # llama.cpp divides by 0.1 again
+        values |= {"rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"], "rope.scaling.attn_factor": 1.0}
+    return values
+
+
+def _latent_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    if not getattr(config, "rope_interleave", True):
+        return "rotary positions turn channels 2j and 2j + 1"
+    if config.q_lora_rank is None and len(sizes.layers) not in (26, 27):
+        return "it knows queries without a latent rank in models of 26 and 27 layers alone"
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn" and (not rope.get("mscale") or rope["mscale"] != rope.get("mscale_all_dim")):
+        return "YaRN scales its scores by mscale and mscale_all_dim, which are equal"
+    return None
+
+
+def _dense_latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    """Return the keys of latent attention without experts, which llama.cpp asks for too."""
+    experts = {"expert_shared_count": 0, "expert_weights_scale": 1.0, "expert_gating_func": 1}
+    return _latent_attention(config, sizes) | experts
+
+
+LATENT = GgufForm(
+    "deepseek2",
+    (),
+    yarn=True,
+    parts={"kv_b_proj.weight": {"attn_k_b.weight": _latent_keys, "attn_v_b.weight": _latent_values}},
+    obstacle=_latent_obstacle,
+    metadata=_latent_attention,
+)
+LFM2 = GgufForm(
+    "lfm2",
+    (),
+    square=True,
+    parts={"conv.conv.weight": {"shortconv.conv.weight": _convolution}},
+    metadata=_short_convolution,
+)
+LLAMA4_CHUNK = 8192
+"""Tokens of LLaMA 4 that see each other in layers with rotary positions."""
 GELU = "gelu_pytorch_tanh"
 FORMS: Mapping[str, GgufForm] = {
+    "apertus": GgufForm(
+        "apertus",
+        (),
+        "xielu",
+        rope_factors=True,
+        own_head=True,
+        layer_keys={f"act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+    ),
+    "afmoe": GgufForm("afmoe", (), windows="always", own_head=True, gating=2, obstacle=_afmoe_obstacle),
     "arcee": replace(LLAMA, architecture="arcee", biases=QKV_BIASES, activation="relu2"),
     "cohere": GgufForm("command-r", square=True, obstacle=_cohere_obstacle),
     "cohere2": GgufForm("cohere2", square=True, windows="always"),
     "cwm": LLAMA,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": replace(LATENT, gating=2),
     "dots1": GgufForm("dots1", own_head=True, gating=2, obstacle=_grouped_obstacle),
     "ernie4_5": GgufForm("ernie4_5"),
     "ernie4_5_moe": GgufForm(
-        "ernie4_5-moe", normed_experts=True, metadata=lambda config: {"interleave_moe_layer_step": 1}
+        "ernie4_5-moe", normed_experts=True, metadata=lambda config, sizes: {"interleave_moe_layer_step": 1}
     ),
     "exaone4": GgufForm("exaone4", square=True, windows="some", obstacle=_exaone4_obstacle),
     "exaone_moe": GgufForm("exaone-moe", windows="always", gating=2),
@@ -83,6 +194,7 @@ FORMS: Mapping[str, GgufForm] = {
     "gemma2": GgufForm("gemma2", activation=GELU, windows="always", obstacle=_gemma2_obstacle),
     "glm": GgufForm("chatglm", square=True, own_head=True),
     "glm4": GgufForm("glm4"),
+    "glm4_moe_lite": replace(LATENT, gating=2),
     "glm4_moe": GgufForm("glm4moe", gating=2),
     "gpt_neox": GgufForm(
         "gptneox",
@@ -90,7 +202,7 @@ FORMS: Mapping[str, GgufForm] = {
         "gelu",
         square=True,
         own_head=True,
-        metadata=lambda config: {"use_parallel_residual": config.use_parallel_residual},
+        metadata=lambda config, sizes: {"use_parallel_residual": config.use_parallel_residual},
     ),
     "gpt_oss": GgufForm(
         "gpt-oss", (*QKV_BIASES, "attn_output"), yarn=True, windows="always", own_head=True, normed_experts=True
@@ -101,11 +213,24 @@ FORMS: Mapping[str, GgufForm] = {
     "hunyuan_v1_dense": GgufForm("hunyuan-dense"),
     "hunyuan_v1_moe": GgufForm("hunyuan-moe", normed_experts=True),
     "hyperclovax": replace(
-        LLAMA, architecture="granite", metadata=lambda config: {"logit_scale": 1 / config.logits_scaling}
+        LLAMA, architecture="granite", metadata=lambda config, sizes: {"logit_scale": 1 / config.logits_scaling}
     ),
     "jais2": GgufForm("jais2", (*DECODER_BIASES, *LAYER_NORM_BIASES), "relu2"),
     "minimax_m2": GgufForm("minimax-m2", own_head=True, normed_experts=True, gating=2),
+    "llama4_text": GgufForm(
+        "llama4",
+        (),
+        own_head=True,
+        rope_factors=True,
+        dense_first=False,
+        gating=2,
+        obstacle=_llama4_obstacle,
+        metadata=lambda config, sizes: {"interleave_moe_layer_step": config.interleave_moe_layer_step},
+    ),
     "ministral": LLAMA,
+    "lfm2": LFM2,
+    "lfm2_moe": replace(LFM2, architecture="lfm2moe", normed_experts=True, gating=2),
+    "ministral3": replace(LLAMA, architecture="mistral3", metadata=_ministral3_scaling),
     "mixtral": replace(LLAMA, normed_experts=True),
     "nemotron": GgufForm("nemotron", (*DECODER_BIASES, *LAYER_NORM_BIASES), "relu2", square=True, own_head=True),
     "olmo": GgufForm("olmo", square=True, adjacent_pairs=True),
@@ -116,17 +241,23 @@ FORMS: Mapping[str, GgufForm] = {
     "qwen2_moe": GgufForm("qwen2moe", square=True, own_head=True, normed_experts=False),
     "qwen3_moe": GgufForm("qwen3moe", normed_experts=True, yarn=True),
     "seed_oss": GgufForm("seed_oss"),
-    "smollm3": GgufForm("smollm3", adjacent_pairs=True, obstacle=_smollm3_obstacle),
+    "smollm3": GgufForm("smollm3", adjacent_pairs=True, obstacle=_unrotated_obstacle),
     "solar_open": GgufForm("glm4moe", gating=2),
+    "youtu": replace(LATENT, metadata=_dense_latent_attention),
     "stablelm": GgufForm("stablelm", (*QKV_BIASES, *LAYER_NORM_BIASES), square=True, own_head=True),
     "starcoder2": GgufForm("starcoder2", (*DECODER_BIASES, *LAYER_NORM_BIASES), GELU, square=True),
 }
 """Type -> the architecture of llama.cpp that holds it."""
 
 
-NEARLY = frozenset(("gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "starcoder2"))
-"""Types whose log probabilities differ by up to 5e-3, because llama.cpp looks GELU up in a table of float16; of
-all others by less than 1e-5."""
+NEARLY: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_neox", "phi", "starcoder2"),
+        "up to 5e-3: llama.cpp looks GELU up in a table of float16",
+    ),
+    "glm4_moe_lite": "5e-5: llama.cpp's norms of the latents add rms_norm_eps, the model's 1e-6",
+}
+"""Type -> by how much log probabilities differ, and why; those of all others differ by less than 1e-5."""
 _UNNAMED = {
     **{"cohere2_moe": "cohere2moe", "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa"},
     **{"hy_v3": "hy_v3", "laguna": "laguna", "mellum": "mellum"},

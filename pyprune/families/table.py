@@ -52,8 +52,10 @@ def vllm_table() -> Table:
 
 
 def gguf_table() -> Table:
-    """Return a row for each type that llama.cpp does not hold, with the reason."""
-    return Table("GGUF", ("type", "reason"), tuple(sorted(gguf_types.REFUSED.items())))
+    """Return a row for each type that llama.cpp does not hold, or computes otherwise, with the reason."""
+    reasons = {"no": gguf_types.REFUSED, "nearly": gguf_types.NEARLY}
+    rows = [(name, word, reason) for word, types in reasons.items() for name, reason in sorted(types.items())]
+    return Table("GGUF", ("type", "GGUF", "reason"), tuple(rows))
 
 
 def refused_table(model_types: Iterable[str]) -> Table:

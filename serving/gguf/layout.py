@@ -18,8 +18,10 @@ from pyprune.checkpoint.shards import TensorFiles, check_finite
 from pyprune.cut.target import choose_target
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import Family, Row, dense_family, family_for
-from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, GgufForm, GgufSizes, has_windows
-from pyprune.plan import PrunePlan
+from pyprune.families.base import unit_of
+from pyprune.families.gguf_forms import BLOCK, CORRECTIONS, Change, GgufForm, GgufSizes, has_windows
+from pyprune.families.mixtures import expert_groups
+from pyprune.plan import PrunePlan, Sizes
 from pyprune.serving.gguf.blocks import Array
 
 ZERO_FFN = 32
@@ -28,6 +30,9 @@ without one. Blocks of 32 divide it; K-quants leave it to others."""
 
 KEPT = ("_norm.", "ffn_gate_inp.")
 """Parts of the names of tensors that are float32 in every format."""
+
+ACTIVATIONS = ("hidden_activation", "hidden_act", "mlp_hidden_act")
+"""Fields of configurations with the activation of the MLP; classes without one have SiLU."""
 
 COMPUTED_ROPE = ("default", "linear")
 """Types of rotary positions that llama.cpp computes from the metadata."""
@@ -53,6 +58,7 @@ class Model:
         folder: of the checkpoint.
         tensors: parameter name -> its shape, and a function that reads it. The buffers that belong to experts are here
             too.
+        buffers: the same of the other stored buffers that the form reads.
     """
 
     family: Family
@@ -61,6 +67,7 @@ class Model:
     sizes: GgufSizes
     folder: Path
     tensors: dict[str, Stored]
+    buffers: dict[str, Stored]
 
     @property
     def head(self) -> str:
@@ -98,16 +105,21 @@ def open_model(folder: Path) -> Model:
     from pyprune.checkpoint.configuration import read_dense_files, read_tower_config
 
     files = TensorFiles(folder)
+    buffers: dict[str, Stored] = {}
     if tower := read_tower_config(folder):
         config, shapes, names = tower
-        tensors = {name: Stored(shape, partial(files.read, names[name])) for name, shape in shapes.items()}
+        stored = {name: Stored(files.shape(own), partial(files.read, own)) for name, own in names.items()}
+        tensors = {name: one for name, one in stored.items() if name in shapes or name.endswith(CORRECTIONS)}
+        buffers = {name: one for name, one in stored.items() if name not in tensors}
     else:
         dense = read_dense_files(folder)
         config, shapes = dense.config, dense.shapes
         tensors = _stored_tensors(files, dense.places, shapes)
+        buffers = {name: _stored(files, dense.places, name) for name in dense.places.tensors if name not in tensors}
     family = dense_family(config)
     sizes = sizes_of(family, config, shapes, tied=bool(config.tie_word_embeddings))
-    return Model(family, config, choose_form(family, config, sizes, list(tensors)), sizes, folder, tensors)
+    form = choose_form(family, config, sizes, list(tensors))
+    return Model(family, config, form, sizes, folder, tensors, buffers)
 
 
 def _stored_tensors(files: TensorFiles, places: Places, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stored]:
@@ -122,10 +134,14 @@ def _stored_tensors(files: TensorFiles, places: Places, shapes: Mapping[str, tup
                 f"{name} of {files.folder} {seen}; by config.json it is {shape}. The checkpoint is incomplete or "
                 "damaged; fetch or write it again."
             )
-    buffers = {name: files.shape(placed[name].names(0)[0]) for name in placed if name.endswith(CORRECTIONS)}
-    return {
-        name: Stored(shape, partial(placed[name].read, files.read)) for name, shape in (buffers | {**shapes}).items()
-    }
+    buffers = {name: _stored(files, places, name) for name in placed if name.endswith(CORRECTIONS)}
+    return buffers | {name: Stored(shape, partial(placed[name].read, files.read)) for name, shape in shapes.items()}
+
+
+def _stored(files: TensorFiles, places: Places, name: str) -> Stored:
+    """Return a buffer of a checkpoint."""
+    place = places.tensors[name]
+    return Stored(files.shape(place.names(0)[0]), partial(place.read, files.read))
 
 
 def sizes_of(
@@ -139,23 +155,33 @@ def sizes_of(
         shapes: parameter name -> shape.
         tied: whether the head is the embedding.
     """
-    head_dim, kinds = family.sizes(config).head_dim, family.layer_kinds(config)
+    dense, kinds = family.sizes(config), family.layer_kinds(config)
     layers: list[dict[str, int]] = [{} for _ in range(config.num_hidden_layers)]
     for name, shape in shapes.items():
         row, index = family.match(name, kinds)
         if index is not None:
-            dimensions = zip(row.dimensions, shape, strict=True)
-            layers[index] |= {axes[0]: size for axes, size in dimensions if len(axes) == 1}
-            if row.fused_dim is not None and "kv_heads" in row.dimensions[row.fused_dim]:
-                layers[index]["qkv"] = shape[row.fused_dim]
+            for axes, size in zip(row.dimensions, shape, strict=True):
+                if len(axes) == 1:
+                    layers[index][axes[0]] = size // unit_of(axes[0], dense, index, row.head_dim)[1]
+                elif "kv_heads" in axes:
+                    layers[index]["qkv"] = size // _head_dim(dense)
     for layer in layers:
         layer.setdefault("kv_heads", (layer.get("qkv", 0) - layer.get("heads", 0)) // 2)
-    widths = tuple(
-        (layer.get("heads", 0) // head_dim, layer.get("kv_heads", 0) // head_dim, layer.get("ffn", 0))
-        for layer in layers
-    )
+    widths = tuple((layer.get("heads", 0), layer["kv_heads"], layer.get("ffn", 0)) for layer in layers)
     mixtures = tuple((layer.get("experts", 0), layer.get("shared_ffn", 0)) for layer in layers)
-    return GgufSizes(config.hidden_size, head_dim, widths, tied, mixtures if family.mixture_fields else ())
+    mixtures = mixtures if family.mixture_fields else ()
+    return GgufSizes(config.hidden_size, _head_dim(dense), widths, tied, mixtures, _blocks(family, kinds))
+
+
+def _head_dim(dense: Sizes) -> int:
+    """Return the channels of a head of the last kind of layers with attention; 0 = there is none."""
+    blocks = [block for kind in dense.kinds.values() for block in kind.values() if block.head_dim]
+    return blocks[-1].head_dim or 0 if blocks else 0
+
+
+def _blocks(family: Family, kinds: Iterable[str]) -> tuple[tuple[bool, bool], ...]:
+    """Return whether the kind of each layer has attention, and whether it has an MLP."""
+    return tuple(("attention" in family.kinds[kind], "mlp" in family.kinds[kind]) for kind in kinds)
 
 
 def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]) -> GgufForm:
@@ -194,19 +220,20 @@ def _form_obstacle(
         return "sizes differ between layers or a sub-block is skipped"
     if getattr(config, "norm_size", None) is not None:
         return "its LayerNorm divides by the stored hidden size, the model's by the dense one"
-    foreign = [row.pattern for row in (family.match(name)[0] for name in names) if not form.names_of(row)]
+    rows = [family.match(name)[0] for name in names]
+    foreign = [row.pattern for row in rows if not form.names_of(row) and not form.key_of(row.pattern)]
     if foreign:
         return f"it has no place for {foreign[0]}"
-    if form.square and sizes.layers[0][0] * sizes.head_dim != sizes.hidden:
+    if form.square and sizes.heads[0] * sizes.head_dim != sizes.hidden:
         return (
-            f"its {sizes.layers[0][0]} heads of {sizes.head_dim} channels must together be as wide as the hidden size "
+            f"its {sizes.heads[0]} heads of {sizes.head_dim} channels must together be as wide as the hidden size "
             f"{sizes.hidden}"
         )
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    activation = next(filter(None, (getattr(config, name, None) for name in ACTIVATIONS)), form.activation)
     if activation != form.activation:
         return f"its MLP uses {form.activation}, the model's {activation}"
     kind = rope_type(config)
-    given = {"llama3": form.rope_factors, "yarn": form.yarn and "mscale" not in rope_parameters(config)}
+    given = {"llama3": form.rope_factors, "proportional": form.rope_factors, "yarn": form.yarn}
     if kind not in COMPUTED_ROPE and not given.get(kind):
         return f"it is not given rotary positions of the type {kind!r}"
     if form.windows == "always" and not has_windows(config):
@@ -217,18 +244,21 @@ def _form_obstacle(
 def _experts_obstacle(form: GgufForm, config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     dense = sum(not experts for experts, _ in sizes.mixtures)
     if dense == len(sizes.mixtures):
-        return "it has mixtures of experts" if dense else None
-    if dense > sizes.dense_layers:
+        return "it has mixtures of experts" if dense and form.dense_first else None
+    if form.dense_first and dense > sizes.dense_layers:
         return "its dense layers are the first ones"
     normed = form.normed_experts
     if normed is not None and getattr(config, "norm_topk_prob", normed) != normed:
         return f"it computes with norm_topk_prob = {normed}, the model's is {config.norm_topk_prob}"
-    return "it chooses no groups of experts" if (getattr(config, "n_group", None) or 1) > 1 else None
+    # llama.cpp ranks groups by the sum of their two best corrected scores, as routers with a correction do.
+    return (
+        "it ranks no groups of experts by their best scores" if expert_groups(config) > 1 and form.gating == 1 else None
+    )
 
 
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     """Return Transformers' parameters of the rotary positions of the layers without a window."""
-    parameters = dict(config.rope_parameters)
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
     return dict(parameters["full_attention"]) if "full_attention" in parameters else parameters
 
 
@@ -261,7 +291,8 @@ class GgufRules:
         widths = tuple(layer.widths for layer in plan.layers)
         mixtures = tuple((len(layer.units("experts")), len(layer.units("shared_ffn"))) for layer in plan.layers)
         mixtures = mixtures if family.mixture_fields else ()
-        sizes = GgufSizes(len(plan.hidden), plan.dense.head_dim, widths, tied, mixtures)
+        blocks = _blocks(self._family, (layer.kind for layer in plan.layers))
+        sizes = GgufSizes(len(plan.hidden), _head_dim(plan.dense), widths, tied, mixtures, blocks)
         biases = [pattern.replace("{i}", "0") for pattern, _ in target.zero_biases]
         try:
             choose_form(family, target.config, sizes, [*self._names, *biases])
@@ -292,17 +323,36 @@ def planned_tensors(model: Model) -> Iterator[Planned]:
                 yield planned
             if model.form.own_head and model.sizes.tied and pattern == "token_embd.weight":
                 yield replace(planned, name="output.weight")
-    for index, (_, _, ffn) in enumerate(model.sizes.layers):
-        if not ffn:
+    for name, buffer in model.buffers.items():
+        for pattern, form_change in model.form.changes_of(name).items():
+            yield _planned_buffer(model, name, buffer, pattern, form_change)
+    for index, ((_, _, ffn), (_, has_mlp)) in enumerate(zip(model.sizes.layers, model.sizes.has_blocks, strict=True)):
+        if has_mlp and not ffn:
             yield from _zero_ffn(index, model.sizes.hidden)
+
+
+def _planned_buffer(model: Model, name: str, buffer: Stored, pattern: str, change: Change) -> Planned:
+    """Return the tensor that a buffer of a layer becomes."""
+    index = next(part for part in name.split(".") if part.isdigit())
+
+    def make() -> Array:
+        values: Array = change(_read(model, name, buffer), model.config).numpy()
+        return values
+
+    return Planned(pattern.replace("{i}", index), buffer.shape, make)
 
 
 def _made(model: Model, name: str, row: Row, change: Callable[[Tensor], Tensor]) -> Array:
     """Read a parameter and return what the file holds of it."""
-    tensor = model.tensors[name].read()
-    check_finite(name, tensor, model.folder)
+    tensor = _read(model, name, model.tensors[name])
     offset = model.family.unit_offset_norm and (row.is_norm_weight or row.axes == ("head_dim",))
-    return change(tensor.float() + 1 if offset else tensor.float()).contiguous().numpy()
+    return change(tensor + 1 if offset else tensor).contiguous().numpy()
+
+
+def _read(model: Model, name: str, stored: Stored) -> Tensor:
+    tensor = stored.read()
+    check_finite(name, tensor, model.folder)
+    return tensor.float()
 
 
 def _arranged(model: Model, row: Row, pattern: str, part: int, parts: int, values: Tensor) -> Tensor:
@@ -316,6 +366,9 @@ def _arranged(model: Model, row: Row, pattern: str, part: int, parts: int, value
         parts: their number.
         values: of the parameter.
     """
+    if change := model.form.changes_of(row.pattern).get(pattern):
+        changed: Tensor = change(values, model.config)
+        return changed
     if "inner" in row.axes:
         values = values.squeeze()  # the gate of shared experts is a vector in the file
     if row.by_group and "kv_heads" in row.dimensions[0]:

@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
+from pyprune.errors import CheckpointError
 from pyprune.families.gguf_forms import FACTORS, GgufForm, has_windows, norm_epsilon, window_period
-from pyprune.families.mixtures import CHOSEN_COUNTS, SHARED_COUNTS
+from pyprune.families.mixtures import CHOSEN_COUNTS, SHARED_COUNTS, expert_groups
 from pyprune.serving.checkpoints import scaled_positions
 from pyprune.serving.gguf.blocks import Array
 from pyprune.serving.gguf.layout import ZERO_FFN, Model, rope_parameters, rope_type
 
 USED = (*CHOSEN_COUNTS, "moe_k")
+UNROTATED = 1e30
+"""Divisor of the rotary frequency of channels that are not turned."""
 SCALES = ("routed_scaling_factor", "route_scale")
 """Fields of configurations: experts that a token is sent to, and the factor on what they add."""
 
@@ -34,44 +37,64 @@ def add_metadata(writer: Any, model: Model) -> list[str]:
     config, sizes = model.config, model.sizes
     length, notes = context_length(config, model.form)
     heads, kv_heads, ffn = (list(column) for column in zip(*sizes.layers, strict=True))
-    writer.add_context_length(length)
-    writer.add_embedding_length(sizes.hidden)
-    writer.add_block_count(len(sizes.layers))
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_head_count(_one_or_all(heads))
-    writer.add_head_count_kv(_one_or_all(kv_heads))
-    writer.add_feed_forward_length(_one_or_all([n or ZERO_FFN for n in ffn]))
-    writer.add_key_length(sizes.head_dim)
-    writer.add_value_length(sizes.head_dim)
-    add_epsilon = writer.add_layer_norm_rms_eps if model.family.norm == "rms" else writer.add_layer_norm_eps
-    add_epsilon(norm_epsilon(config))
+    skipped = [has and not n for n, (_, has) in zip(ffn, sizes.has_blocks, strict=True)]
     rope = rope_parameters(config)
-    writer.add_rope_dimension_count(int(sizes.head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    if rope.get("rope_type") == "linear":
-        _add(writer, "rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-        writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
-    if rope.get("rope_type") == "yarn":
-        for key, value in _yarn(rope).items():
-            _add(writer, f"rope.scaling.{key}", value)
-        if not rope.get("truncate", True):
-            notes.append(
-                "llama.cpp rounds the bounds of the frequencies that YaRN scales, and this model does not (truncate): "
-                "log probabilities differ by about 0.01."
-            )
-    for key, value in {**_further(model), **model.form.metadata(config)}.items():
+    values = {
+        "context_length": length,
+        "embedding_length": sizes.hidden,
+        "block_count": len(sizes.layers),
+        "vocab_size": config.vocab_size,
+        "attention.head_count": _one_or_all(
+            [n if attention else max(heads) for n, (attention, _) in zip(heads, sizes.has_blocks, strict=True)]
+        ),
+        "attention.head_count_kv": _one_or_all(kv_heads),
+        "feed_forward_length": _one_or_all([ZERO_FFN if none else n for n, none in zip(ffn, skipped, strict=True)]),
+        "attention.key_length": sizes.head_dim,
+        "attention.value_length": sizes.head_dim,
+        f"attention.layer_norm_{'rms_' if model.family.norm == 'rms' else ''}epsilon": norm_epsilon(config),
+        **_positions(rope, sizes.head_dim, config),
+        **_further(model),
+        **model.form.metadata(config, sizes),
+    }
+    for key, value in values.items():
         _add(writer, key, value)
-    if not all(ffn):
+    if rope.get("rope_type") == "yarn" and not rope.get("truncate", True):
         notes.append(
-            f"{ffn.count(0)} skipped MLPs are written as FFNs of {ZERO_FFN} zero channels, which llama.cpp needs."
+            "llama.cpp rounds the bounds of the frequencies that YaRN scales, and this model does not (truncate): "
+            "log probabilities differ by about 0.01."
+        )
+    for key, numbers in _by_layer(model).items():
+        writer.add_array(key, numbers)
+    if any(skipped):
+        notes.append(
+            f"{sum(skipped)} skipped MLPs are written as FFNs of {ZERO_FFN} zero channels, which llama.cpp needs."
         )
     return notes
+
+
+def _positions(rope: Mapping[str, Any], head_dim: int, config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of rotary positions; {} for a model without."""
+    if not rope:
+        return {}
+    values = {
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    scaling: dict[str, Any] = {}
+    if rope.get("rope_type") == "linear":
+        length = config.max_position_embeddings
+        scaling = {"type": "linear", "factor": float(rope["factor"]), "original_context_length": length}
+    if rope.get("rope_type") == "yarn":
+        scaling = _yarn(rope)
+    return values | {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
 def _yarn(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of YaRN; llama.cpp multiplies its factor on scores with one that it computes."""
     computed = 1 + 0.1 * math.log(rope["factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        wanted = [1 + 0.1 * rope[name] * math.log(rope["factor"]) for name in ("mscale", "mscale_all_dim")]
+        rope = {"attention_factor": wanted[0] / wanted[1], **rope}
     return {
         "type": "yarn",
         "factor": float(rope["factor"]),
@@ -111,6 +134,22 @@ def _further(model: Model) -> dict[str, Any]:
     values["expert_weights_norm"] = bool(_first(config, ("norm_topk_prob",), form.normed_experts is not False))
     values["expert_weights_scale"] = float(_first(config, SCALES, 1.0))
     values["expert_gating_func"] = form.gating
+    if (groups := expert_groups(config)) > 1:
+        values |= {"expert_group_count": groups, "expert_group_used_count": config.topk_group}
+    return values
+
+
+def _by_layer(model: Model) -> dict[str, list[float]]:
+    """Return the numbers of each layer that the file has as a list, in the order of the layers."""
+    values: dict[str, list[float]] = {}
+    for name, stored in {**model.tensors, **model.buffers}.items():
+        if key := model.form.key_of(name):
+            values.setdefault(key, []).append(float(stored.read().double()))
+    for end, key in model.form.layer_keys.items():
+        if len(values.get(key, ())) != len(model.sizes.layers):
+            raise CheckpointError(
+                f"{model.folder} has no {end} in some layers, which llama.cpp needs. Fetch or write it again."
+            )
     return values
 
 
@@ -158,14 +197,18 @@ def context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[
 
 
 def rope_factors(model: Model) -> Iterator[tuple[str, Array]]:
-    """Yield the divisors of the rotary frequencies that llama.cpp cannot compute from the metadata (LLaMA 3)."""
+    """Yield the divisors of the rotary frequencies that llama.cpp cannot compute from the metadata."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rope_parameters(model.config)
     kind = rope_type(model.config)
-    if kind != "llama3":
-        return
-    scaled, _ = ROPE_INIT_FUNCTIONS[kind](model.config, torch.device("cpu"))
-    steps = torch.arange(0, model.sizes.head_dim, 2, dtype=torch.float64) / model.sizes.head_dim
-    plain = float(rope["rope_theta"]) ** -steps
-    yield "rope_freqs.weight", (plain / scaled.double()).numpy().astype(np.float32)
+    if kind == "proportional":
+        pairs = model.form.metadata(model.config, model.sizes)["rope.dimension_count"] // 2
+        factors = np.full(pairs, UNROTATED)
+        factors[: int(pairs * rope.get("partial_rotary_factor", 1.0))] = rope.get("factor", 1.0)
+        yield "rope_freqs.weight", factors.astype(np.float32)
+    if kind == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS[kind](model.config, torch.device("cpu"))
+        steps = torch.arange(0, model.sizes.head_dim, 2, dtype=torch.float64) / model.sizes.head_dim
+        plain = float(rope["rope_theta"]) ** -steps
+        yield "rope_freqs.weight", (plain / scaled.double()).numpy().astype(np.float32)

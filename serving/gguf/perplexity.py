@@ -19,6 +19,7 @@ from pyprune.data.sources import evaluation_split, read_corpus, text_sha256
 from pyprune.errors import DataError
 from pyprune.families import all_families
 from pyprune.families.exceptions import EXCEPTIONS
+from pyprune.families.gemma4 import GIVEN
 from pyprune.families.gguf_types import FORMS
 from pyprune.quality.perplexity import (
     EvaluationError,
@@ -96,7 +97,8 @@ def gguf_perplexity(
 
 def _bos(file: Checkpoint) -> int | None:
     """Return the first token of every window, if the family of this architecture expects one."""
-    expecting = [f.gguf for f in all_families().values() if f.begins_with_bos and not isinstance(f.gguf, str)]
+    families = (all_families() | GIVEN).values()
+    expecting = [f.gguf for f in families if f.begins_with_bos and not isinstance(f.gguf, str)]
     expecting += [(FORMS[name],) for name in FORMS if EXCEPTIONS.get(name, {}).get("begins_with_bos")]
     names = {f"llama.cpp {form.architecture}" for forms in expecting for form in forms}
     return file.config["bos_token_id"] if file.architecture in names else None

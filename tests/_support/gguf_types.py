@@ -1,6 +1,7 @@
 """Tiny models of inferred types as GGUF files, cut with equal sizes, and what llama.cpp computes from them.
 
-``python -m tests._support.gguf_types FILE`` measures every type, one at a time, and appends a row of JSON for each.
+``python -m tests._support.gguf_types FILE [TYPE ...]`` measures every type, or those that it names, one at a time, and
+appends a row of JSON for each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.families import all_families
+from pyprune.families.gemma4 import GIVEN
 from pyprune.families.gguf_types import FORMS
 from pyprune.serving.gguf.layout import GgufRules
 from pyprune.serving.gguf.write import GgufReport, export_gguf
@@ -37,8 +39,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mlp_layer_types": ["dense", *["sparse"] * 4], "first_k_dense_replace": 1},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma4_text": {"tie_word_embeddings": True},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense", *["sparse"] * 4], "n_group": 1, "topk_group": 1},
     "hyperclovax": {"use_post_norm": False},
+    "lfm2_moe": {"tie_word_embeddings": True},
     "ministral": _WIDE_WINDOW,
     "olmoe": _EACH_HEAD,
     "qwen2_moe": {"mlp_only_layers": []},
@@ -46,7 +51,9 @@ VALUES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False},
 }
 """Type -> values that published models have or llama.cpp needs, besides those of stock exports."""
-REMOVED = {"smollm3": [4]}
+MEASURED = sorted(({*FORMS} | {*GIVEN}) - {*all_families()})
+"""The types without tests of their own."""
+REMOVED = {"afmoe": [4], "llama4_text": [4], "smollm3": [4]}
 """Type -> the layers that can be removed."""
 PROMPTS = (1, 5, 17, 40)
 """Tokens of the prompts."""
@@ -58,7 +65,8 @@ def gguf_model(name: str, **changes: Any) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(2)
     for key, buffer in model.named_buffers():
         if key in model.state_dict():
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            mean = 1.0 if key.endswith("layer_scalar") else 0.0
+            buffer.copy_(mean + 0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -105,7 +113,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for model_type in sorted({*FORMS} - {*all_families()}):
+    for model_type in sys.argv[2:] or MEASURED:
         row = json.dumps(measure(model_type))
         with open(sys.argv[1], "a", encoding="utf-8") as stream:
             print(row, file=stream)
