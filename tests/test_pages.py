@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests._support.paths import REPO
 PRINTED = re.compile(r"<!-- printed -->\n.*?<!-- end -->\n", re.DOTALL)
 PAGES = sorted(path for path in DOCS.rglob("*.md") if PRINTED.search(path.read_text(encoding="utf-8")))
 BY_HAND = ("formats.md", "training-memory.md")
-"""Pages of results whose tables are partly of records that no command prints."""
+"""The first is compared with its records below; the second is predicted, which takes minutes."""
 FIGURE = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= %|x|[^\w.,]|[.,](?!\d))")
 
 
@@ -28,6 +29,26 @@ def test_no_table_of_results_is_copied_by_hand() -> None:
     pages = [path for path in (DOCS / "results").glob("*.md") if path.name not in BY_HAND]
     tables = {path.name: PRINTED.sub("", path.read_text(encoding="utf-8")).count("\n|--") for path in pages}
     assert [name for name, count in tables.items() if count] == []
+
+
+def test_the_page_on_formats_has_the_figures_of_its_records() -> None:
+    page = (DOCS / "results" / "formats.md").read_text(encoding="utf-8").replace("`w8a8-int8`", "int8")
+    rows = dict(re.findall(r"^\| ((?:dense|pruned)[^|]*) \| (.*) \|$", page, flags=re.MULTILINE))
+    lines = (REPO / "bench" / "results" / "formats.jsonl").read_text(encoding="utf-8").splitlines()
+    for record in map(json.loads, lines):
+        for name, speed in record["summary"].items():
+            model, figures = record["models"][name], [record["sizes"][name] / 1e6]
+            if record["engine"] == "llamacpp":
+                figures += [model["load_seconds"], model["memory"] / 1e6]
+            for measured, ratio in (("tokens_per_second", "throughput_increase"), ("latency_ms", "speedup")):
+                dense = name.startswith("dense") and speed[ratio] == 1
+                figures += [speed[measured]["median"], speed[measured]["mad"], *([] if dense else [speed[ratio]])]
+            figures += [record["perplexity"][name][kind] for kind in ("prose", "code")]
+            shown = re.findall(r"[\d,]*\.?\d+", rows.pop(name).replace("64 x", ""))
+            for figure, text in zip(figures, shown, strict=True):
+                unit = 10.0 ** -len(text.partition(".")[2])
+                assert abs(figure - float(text.replace(",", ""))) <= 0.501 * unit, (name, text, figure)
+    assert rows == {}
 
 
 def test_the_conclusions_quote_figures_of_the_pages_that_they_link_to() -> None:
