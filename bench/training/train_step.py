@@ -63,6 +63,7 @@ from bench.training.step_parts import (
     parts_table,
     time_parts,
 )
+from pyprune.checkpoint.load import ModelSource
 from pyprune.config.recoveries import recovery
 from pyprune.config.train import DistillConfig, RecoverConfig, TrainConfig
 from pyprune.data.sampling import split_disjoint
@@ -462,13 +463,13 @@ def _peak_over_predicted(record: dict[str, Any]) -> float | None:
     return peak / predicted if peak and predicted else None
 
 
-class _Llama(TrainedModels):
-    """LLaMA-2 by its size, without weights to read."""
+class _Llama(ModelSource):
+    """LLaMA-2, named by its size, without weights to read."""
 
     def shapes(self, dtype: str) -> PreTrainedModel:
-        """The model without weights."""
+        """Return the model without weights."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(LLAMA_2[str(self.model)]), dtype=DTYPES[dtype])
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(LLAMA_2[self.name]), dtype=DTYPES[dtype])
         return cast(PreTrainedModel, model)
 
 
@@ -478,7 +479,7 @@ def print_recipes() -> None:
     for size, name in product(LLAMA_2, RECIPES):
         path = Path(__file__).resolve().parents[2] / "recipes" / "llama" / f"{name}.yaml"
         config = build_config(preset=None, recovery=None, recipe=path, options={}, settings=())
-        found = memory_of(_Llama(size, {}), config, device, GPU)[1]
+        found = memory_of(TrainedModels(_Llama(size)), config, device, GPU)[1]
         print(f"\n{name}, LLaMA-2-{size}\n\n{memory_table(found, device, GPU)}")
 
 

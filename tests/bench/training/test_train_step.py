@@ -55,6 +55,17 @@ def test_every_form_is_timed_and_weighed(
         assert taken == expected | (set() if name == LEAN else {NORM}), (op, name)
 
 
+def test_the_memory_of_recipes_is_predicted_without_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_step, "LLAMA_2", {"tiny": SHAPES})
+    monkeypatch.setattr(train_step, "RECIPES", ("llama-7b-moreau",))
+    train_step.main(["--recipes"])
+    printed = capsys.readouterr().out
+    assert "llama-7b-moreau, LLaMA-2-tiny" in printed
+    assert "| recover.train | full | 4 x 256 tokens |" in printed
+
+
 def test_a_part_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
