@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 from pyprune.families import all_families, find_family
+from pyprune.families.base import MIXTURE
+from pyprune.families.engines import EXPERT_FOR_EACH_RANK
+from pyprune.families.mixtures import EXPERT_COUNTS, mlp_kinds
 from pyprune.plan import format_ranges
 
 LayerSizes = tuple[int, int, int]
@@ -23,7 +27,7 @@ PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
 def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
-    """Return the widths of every layer, with the changes of ``per_layer_config``.
+    """Return the widths of every layer, with the changes of ``per_layer_config``; of a mixture, those of an expert.
 
     Args:
         config: config.json as plain data, of a dense or a pruned architecture.
@@ -31,36 +35,71 @@ def layer_widths(config: Mapping[str, Any]) -> list[LayerSizes]:
     Returns:
         One entry for each layer; [] where the file lacks the sizes that every decoder has.
     """
-    field = ffn_field(config)
-    names = (*HEAD_FIELDS, field)
     heads = config.get("num_attention_heads")
-    usual = {names[0]: heads, names[1]: config.get("num_key_value_heads") or heads, names[2]: config.get(field)}
-    layers = config.get("num_hidden_layers")
-    if not all(type(value) is int for value in (*usual.values(), layers)):
+    usual = {**config, HEAD_FIELDS[1]: config.get(HEAD_FIELDS[1]) or heads}
+    layers, fields = _layers(config), ffn_fields(config)
+    if not fields or not all(type(usual.get(name)) is int for name in (*HEAD_FIELDS, *fields)):
         return []
-    # Transformers writes "00" and "01" where there are more than ten layers.
-    per_layer = {
-        int(key): sizes for key, sizes in (config.get("per_layer_config") or {}).items() if str(key).isdecimal()
-    }
     widths = []
-    for index in range(int(layers or 0)):
-        sizes = per_layer.get(index, {})
-        q, kv, ffn = (int(sizes.get(name, usual[name])) for name in names)
+    for sizes, field in zip(layers, fields, strict=True):
+        q, kv, ffn = (int(sizes.get(name, usual[name])) for name in (*HEAD_FIELDS, field))
         skip = sizes.get("skip", ())
         q, kv = (0, 0) if "attention" in skip else (q, kv)
         widths.append((q, kv, 0 if "mlp" in skip else ffn))
     return widths
 
 
-def ffn_field(config: Mapping[str, Any]) -> str:
-    """Return the field of config.json that holds the FFN width."""
+def layer_experts(config: Mapping[str, Any]) -> list[int]:
+    """Return the number of experts of every layer between which a router chooses; 0 of a layer without a mixture.
+
+    Args:
+        config: config.json as plain data, of a dense or a pruned architecture.
+    """
+    field = _mixture_fields(config).get("experts", "")
+    pairs = zip(_layers(config), _mixtures(config), strict=False)
+    return [
+        int(sizes.get(field, config.get(field)) or 0) if mixture and "mlp" not in sizes.get("skip", ()) else 0
+        for sizes, mixture in pairs
+    ]
+
+
+def ffn_fields(config: Mapping[str, Any]) -> list[str]:
+    """Return the field of config.json that holds the FFN width of every layer; of a mixture, that of an expert."""
     family = find_family(config.get("model_type"))
-    return family.intermediate_field if family else "intermediate_size"
+    dense = family.intermediate_field if family else "intermediate_size"
+    experts = _mixture_fields(config).get("ffn", dense)
+    return [experts if mixture else dense for mixture in _mixtures(config)]
+
+
+def _mixture_fields(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return axis -> the field with the sizes of mixtures; {} for a type without them."""
+    family = find_family(config.get("model_type"))
+    return family.mixture_fields if family else {}
+
+
+def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what ``per_layer_config`` changes of every layer; [] where the number of layers is missing."""
+    count = config.get("num_hidden_layers")
+    # Transformers writes "00" and "01" where there are more than ten layers.
+    changed = {int(key): sizes for key, sizes in (config.get("per_layer_config") or {}).items() if str(key).isdecimal()}
+    return [changed.get(index, {}) for index in range(count)] if type(count) is int else []
+
+
+def _mixtures(config: Mapping[str, Any]) -> list[bool]:
+    """Return whether the MLP of every layer is a mixture of experts; [] where a damaged file does not say."""
+    count = len(_layers(config))
+    if not _mixture_fields(config):
+        return [False] * count
+    try:
+        kinds = mlp_kinds(SimpleNamespace(**{**config, "num_hidden_layers": count}))
+    except (TypeError, ValueError, ArithmeticError):
+        return []
+    return [kind == MIXTURE for kind in kinds] if len(kinds) == count else []
 
 
 def size_fields() -> set[str]:
     """Return the fields of ``per_layer_config`` that hold sizes, of all families."""
-    return {*HEAD_FIELDS, *(family.intermediate_field for family in all_families().values())}
+    return {*HEAD_FIELDS, *(family.intermediate_field for family in all_families().values()), *EXPERT_COUNTS}
 
 
 def off_multiples(widths: Iterable[int], multiple: int, dense: int | None = None) -> dict[int, list[int]]:
@@ -148,15 +187,53 @@ def group_obstacle(widths: Sequence[LayerSizes], head_dim: int, group: int, rank
     return None
 
 
-def sharing_obstacle(config: Mapping[str, Any], ranks: int) -> str | None:
-    """Explain why ranks of tensor parallelism cannot share the layers; None where they can.
+def sharing_obstacle(
+    config: Mapping[str, Any], ranks: int, expert_ranks: int = 0, *, balanced: bool = False
+) -> str | None:
+    """Explain why ranks of tensor and expert parallelism cannot share the layers; None where they can.
 
     Args:
         config: config.json as plain data.
         ranks: tensor parallel size.
+        expert_ranks: ranks that share whole experts; 0 = each has a part of every expert.
+        balanced: whether vLLM moves experts between ranks by their load (EPLB).
     """
-    widths, together = layer_widths(config), inputs_together(config)
-    return split_obstacle(widths, ranks) or group_obstacle(widths, head_channels(config), together, ranks)
+    widths, experts = layer_widths(config), layer_experts(config)
+    if expert_ranks:
+        pairs = zip(widths, experts, strict=False)
+        widths = [(q, kv, 0 if count else ffn) for (q, kv, ffn), count in pairs]
+    reason = split_obstacle(widths, ranks) or group_obstacle(
+        widths, head_channels(config), inputs_together(config), ranks
+    )
+    numbers = sorted({*experts} - {0})
+    if balanced and len(numbers) > 1:
+        return reason or (
+            f"its layers have {numbers[0]} to {numbers[-1]} experts, and vLLM moves experts between ranks only where "
+            "all layers have as many. Serve it without --enable-eplb, or keep as many in each layer."
+        )
+    model_type = str(config.get("model_type")).removeprefix("pruned_")
+    return reason or experts_obstacle(experts, expert_ranks or (ranks if model_type in EXPERT_FOR_EACH_RANK else 0))
+
+
+def experts_obstacle(experts: Sequence[int], ranks: int) -> str | None:
+    """Explain why ranks cannot each have an expert of every mixture; None where they can.
+
+    vLLM gives ranks of expert parallelism one expert more than others where the experts do not divide.
+
+    Args:
+        experts: of every layer; 0 = no mixture.
+        ranks: among which the experts are divided; 0 = they are not.
+    """
+    few = [i for i, count in enumerate(experts) if 0 < count < ranks]
+    if not few:
+        return None
+    count = experts[few[0]]
+    layers = [i for i in few if experts[i] == count]
+    least = min(filter(None, experts))
+    return (
+        f"{named_layers(layers)} {'has' if len(layers) == 1 else 'have'} {count} experts, and vLLM needs one for each "
+        f"of {ranks} ranks (allowed: {ranks} and more). Use at most {least} ranks, or keep more experts there."
+    )
 
 
 def quantised_layout(config: Mapping[str, Any]) -> str:

@@ -344,5 +344,5 @@ def print_next_commands(out: Path) -> None:
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
     pruned = config["model_type"].startswith("pruned_")
     family = find_family(config["model_type"]) if pruned else None
-    served = bool(family and family.served_by) if pruned else serving_obstacle(config) is None
+    served = serving_obstacle(config) is None and not (pruned and not (family and family.served_by))
     print(f"Next: pyprune eval {out} --ppl wikitext2" + f"\n      pyprune serve {out}" * served)

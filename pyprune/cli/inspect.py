@@ -41,7 +41,7 @@ def inspect(
     from pyprune.checkpoint.record import read_record
     from pyprune.runtime.report import Table
     from pyprune.serving.checkpoints import read_checkpoint
-    from pyprune.serving.widths import COLUMNS, layer_widths
+    from pyprune.serving.widths import COLUMNS, layer_experts, layer_widths
 
     checkpoint = _use_loaded_sizes(read_checkpoint(folder))  # verifies it
     record = read_record(checkpoint.folder)
@@ -55,7 +55,10 @@ def inspect(
         "architecture": checkpoint.architecture,
         "parameters": checkpoint.parameters,
         "bytes": checkpoint.bytes,
-        "layers": [dict(zip(COLUMNS, widths, strict=True)) for widths in layer_widths(checkpoint.config)],
+        "layers": [
+            dict(zip(COLUMNS, widths, strict=True)) | ({"experts": count} if count else {})
+            for widths, count in zip(layer_widths(checkpoint.config), layer_experts(checkpoint.config), strict=False)
+        ],
         "plan": record.plan.to_dict() if record and record.plan else None,
         "provenance": provenance,
     }
@@ -84,19 +87,23 @@ def _use_loaded_sizes(checkpoint: Checkpoint) -> Checkpoint:
 def _sizes(checkpoint: Checkpoint) -> Rows:
     """List the sizes that engines load; unequal widths as least and most, 0 for a skipped block."""
     from pyprune.plan import spread
-    from pyprune.serving.widths import ffn_field, layer_widths
+    from pyprune.serving.widths import HEAD_FIELDS, ffn_fields, layer_experts, layer_widths
 
     config = checkpoint.config
-    names = ("num_attention_heads", "num_key_value_heads", ffn_field(config))
-    columns = zip(names, zip(*layer_widths(config), strict=True), strict=False)
-    widths = {name: spread(column) for name, column in columns}
+    layers, fields, experts = layer_widths(config), ffn_fields(config), layer_experts(config)
+    widths = {name: spread(heads) for name, heads in zip(HEAD_FIELDS, zip(*layers, strict=True), strict=False)}
+    for name in dict.fromkeys(fields):
+        own = [layer[2] for layer, field in zip(layers, fields, strict=False) if field == name]
+        widths |= {name: spread(own)} if own else {}
+    if any(experts):
+        widths["experts"] = spread(filter(None, experts))
     rows: Rows = [
         ("architecture", checkpoint.architecture),
         ("loads without pyprune", "yes" if checkpoint.is_stock else "no"),
         ("parameters", checkpoint.parameters),
         ("bytes of weights", checkpoint.bytes),
     ]
-    for name in ("num_hidden_layers", "hidden_size", *names[:2], "head_dim", names[2]):
+    for name in ("num_hidden_layers", "hidden_size", *HEAD_FIELDS, "head_dim", *dict.fromkeys(fields), "experts"):
         if value := widths.get(name) or config.get(name):
             rows.append((name, value))
     return rows

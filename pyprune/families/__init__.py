@@ -26,7 +26,7 @@ from pyprune.families.base import (
     parameters_after,
     shapes_after,
 )
-from pyprune.families.engines import stock_obstacle
+from pyprune.families.engines import mixture_obstacle, stock_obstacle
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,9 +85,12 @@ def all_families() -> dict[str, Family]:
 
 
 def serving_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Why vLLM's own class of a stock architecture refuses a config.json (plain data); None where it does not."""
+    """Why vLLM's own class refuses a config.json (plain data) or answers otherwise; None where it does not.
+
+    Its classes of mixtures serve pruned architectures too.
+    """
     family = all_families().get(str(config.get("model_type")))
-    return stock_obstacle(config) if family is None else family.unserved(config)
+    return family.unserved(config) if family else stock_obstacle(config) or mixture_obstacle(config)
 
 
 def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:

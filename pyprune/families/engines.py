@@ -97,10 +97,38 @@ PER_LAYER: Mapping[str, tuple[str, str]] = {
     "smollm3": ("SmolLM3ForCausalLM", "SomeRotatedDecoderLayer"),
 }
 """Inferred type -> its causal LM, and the layer in ``pyprune.serving.vllm.layers`` that has sizes of its own."""
+MIXTURES: Mapping[str, str] = {
+    "afmoe": "AfmoeForCausalLM",
+    "cohere2_moe": "Cohere2MoeForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoe_swa": "GraniteMoeSWAForCausalLM",
+    "granitemoeshared": "GraniteMoeSharedForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Inferred type of a mixture -> its causal LM, whose layers vLLM builds with sizes of their own
+(``pyprune.serving.vllm.mixtures``)."""
+EXPERT_FOR_EACH_RANK = frozenset(
+    (
+        *("cohere2_moe", "ernie4_5_moe", "exaone_moe", "hy_v3", "laguna", "lfm2_moe", "mimo_v2_flash", "minimax_m2"),
+        *("qwen2_moe", "qwen3_moe"),
+    )
+)
+"""Types whose class in vLLM refuses more ranks of tensor parallelism than a layer has experts."""
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""Fields that count shared experts."""
 CONDITIONS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gemma2"), _untied),
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "lfm2_moe", "qwen2_moe"),
+        (
+            *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "lfm2_moe", "olmoe"),
+            "qwen2_moe",
+        ),
         _not_square,
     ),
     "hy_v3": _dense_later,
@@ -121,14 +149,60 @@ def stock_obstacle(config: Mapping[str, Any]) -> str | None:
     return f"vLLM 0.32 does not serve this {name!r} model as Transformers does: {reason}." if reason else None
 
 
+def mixture_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Explain why vLLM's layers of a mixture, built with sizes of their own, do not serve a pruned checkpoint; or None.
+
+    Args:
+        config: config.json as plain data. None for a type that is no key of :data:`MIXTURES`.
+    """
+    name = str(config.get("model_type")).removeprefix("pruned_")
+    if name not in MIXTURES or name == config.get("model_type"):
+        return None
+    start = f"vLLM 0.32 builds whole layers of {name!r} models"
+    if config.get("output_bias"):
+        return f"{start}, without the biases that make up for a cut. Prune it without cut.reconstruct=bias."
+    if config.get("norm_size"):
+        return f"{start}, whose norms divide by the stored hidden size. Prune it without hidden channels."
+    overrides = {int(index): own for index, own in (config.get("per_layer_config") or {}).items()}
+    for index in range(config.get("num_hidden_layers") or 0):
+        own = overrides.get(index, {})
+        if skipped := list(own.get("skip", ())):
+            return f"{start}, and layer {index} has lost its {skipped[0]}. Keep the block, or remove the whole layer."
+        layer = {**config, **own}
+        reason = CONDITIONS[name](layer) if name in CONDITIONS else None
+        reason = reason or _other_shared(layer) or (_other_sinks(config, layer) if name == "gpt_oss" else None)
+        if reason:
+            return f"vLLM 0.32 does not serve layer {index} of this {name!r} model as Transformers does: {reason}."
+    return None
+
+
+def _other_shared(layer: Mapping[str, Any]) -> str | None:
+    shared, count = layer.get("shared_expert_width"), next((layer[name] for name in _SHARED if layer.get(name)), 1)
+    width = layer.get("moe_intermediate_size") or layer.get("intermediate_size") or 0
+    if not shared or shared == count * width:
+        return None
+    return f"vLLM makes its shared experts {count} times as wide as an expert, which is {count * width}, not {shared}"
+
+
+def _other_sinks(config: Mapping[str, Any], layer: Mapping[str, Any]) -> str | None:
+    whole, heads = (values.get("num_attention_heads") for values in (config, layer))
+    return None if whole == heads else f"vLLM reads {whole} sinks in every layer, and this one has {heads} query heads"
+
+
 def vllm_layer(model_type: str) -> str:
     """Return the import path of the vLLM layer of an inferred type; "" = there is none."""
     return f"pyprune.serving.vllm.layers:{PER_LAYER[model_type][1]}" if model_type in PER_LAYER else ""
 
 
+def vllm_mixture(model_type: str) -> str:
+    """Return the import path of the vLLM model of an inferred type of mixtures; "" = there is none."""
+    return f"pyprune.serving.vllm.mixtures:Pruned{MIXTURES[model_type]}" if model_type in MIXTURES else ""
+
+
 def inferred_architectures() -> dict[str, str]:
     """Return the pruned architecture in config.json -> type, of inferred types whose sizes per layer vLLM serves."""
-    return {f"Pruned{model}": name for name, (model, _) in PER_LAYER.items()}
+    layers = {f"Pruned{model}": name for name, (model, _) in PER_LAYER.items()}
+    return layers | {f"Pruned{model}": name for name, model in MIXTURES.items()}
 
 
 def vllm_cell(family: Family) -> str:

@@ -89,6 +89,11 @@ class GgufSizes:
         return next((layer[:2] for layer in self.layers if layer[0]), (0, 0))
 
     @property
+    def numbers_of_experts(self) -> list[int]:
+        """The different numbers of experts of mixtures, the smallest first."""
+        return sorted({experts for experts, _ in self.mixtures if experts})
+
+    @property
     def dense_layers(self) -> int:
         """The number of dense layers in front of the first mixture; all of them if there is none."""
         counts = [experts for experts, _ in self.mixtures]

@@ -45,7 +45,7 @@ from pyprune.families.common import (
     tied_head_obstacle,
     width_obstacle,
 )
-from pyprune.families.engines import vllm_layer
+from pyprune.families.engines import vllm_layer, vllm_mixture
 from pyprune.families.exceptions import EXCEPTIONS, FINISH, TINY, VARIANTS
 from pyprune.families.gemma4 import GIVEN
 from pyprune.families.gguf_types import gguf_forms
@@ -352,6 +352,7 @@ def _infer(model_type: str) -> Family:
         **facts.flags,
         **(kinds | mixture),
         vllm_layer=vllm_layer(model_type),
+        vllm=vllm_mixture(model_type),
         gguf=gguf_forms(model_type),
     )
     narrow = rule == "heads times head_dim"

@@ -216,6 +216,11 @@ def choose_form(family: Family, config: PretrainedConfig, sizes: GgufSizes, name
 def _form_obstacle(
     form: GgufForm, family: Family, config: PretrainedConfig, sizes: GgufSizes, names: list[str]
 ) -> str | None:
+    if len(numbers := sizes.numbers_of_experts) > 1:
+        return (
+            f"its layers have {' or '.join(map(str, numbers))} experts, and a file of llama.cpp has one expert_count. "
+            "Choose equally many of every layer: METHOD.ranking=local, or METHOD.keep=N"
+        )
     if not form.per_layer and not sizes.are_equal:
         return "sizes differ between layers or a sub-block is skipped"
     if getattr(config, "norm_size", None) is not None:

@@ -117,7 +117,9 @@ def servable(
 def _start_obstacle(checkpoint: Checkpoint, given: argparse.Namespace, version: str) -> str | None:
     """Return a known reason why vLLM would crash at its start or at the first request; None without one."""
     # Stock architectures are checked here alone: vLLM itself would end in an assertion of a rank.
-    reason = sharing_obstacle(checkpoint.config, given.tensor_parallel_size) or stock_obstacle(checkpoint.config)
+    ranks = (given.tensor_parallel_size, given.expert_ranks)
+    reason = sharing_obstacle(checkpoint.config, *ranks, balanced=given.enable_eplb)
+    reason = reason or stock_obstacle(checkpoint.config)
     reason = reason or _stage_obstacle(layer_widths(checkpoint.config), given.pipeline_parallel_size)
     draft = draft_config(given)
     if _drafts_with_a_model(given, draft):

@@ -10,7 +10,7 @@ from pyprune.serving.checkpoints import architecture_of
 from pyprune.serving.stats import cpu_flags
 from pyprune.serving.vllm.plugin import architectures
 from pyprune.serving.widths import (
-    ffn_field,
+    ffn_fields,
     head_channels,
     layer_widths,
     named_layers,
@@ -47,10 +47,12 @@ def serving_warnings(config: Mapping[str, Any]) -> tuple[str, ...]:
     slow = "matrix products run slower than they could."
     if isinstance(hidden, int) and hidden % WIDTH_MULTIPLE:
         warnings.append(f"hidden_size is {hidden}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
-    ffn = [width for _, _, width in layer_widths(config)]
-    for width, layers in off_multiples(ffn, WIDTH_MULTIPLE).items():
-        where = f"{ffn_field(config)} of {named_layers(layers)}"
-        warnings.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
+    fields, widths = ffn_fields(config), layer_widths(config)
+    for field in dict.fromkeys(fields):
+        ffn = [width if name == field else 0 for name, (_, _, width) in zip(fields, widths, strict=False)]
+        for width, layers in off_multiples(ffn, WIDTH_MULTIPLE).items():
+            where = f"{field} of {named_layers(layers)}"
+            warnings.append(f"{where} is {width}, not a multiple of {WIDTH_MULTIPLE}: {slow}")
     return tuple(warnings)
 
 

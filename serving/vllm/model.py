@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 
 from pyprune.errors import ConfigError
-from pyprune.families import Family, all_families, family_of_type, resolve
+from pyprune.families import Family, all_families, family_of_type, resolve, serving_obstacle
 from pyprune.families.engines import inferred_architectures
 from pyprune.modeling.configuration import PREFIX
 from pyprune.runtime.progress import warn
@@ -58,8 +58,12 @@ def check_served(vllm_config: VllmConfig) -> None:
     widths = layer_widths(config)
     ranks = parallel.pipeline_parallel_size
     stages = [get_pp_indices(len(widths), rank, ranks) for rank in range(ranks)] if widths and ranks > 1 else []
-    reason = _dtype_obstacle(model_config) or sharing_obstacle(config, parallel.tensor_parallel_size)
-    reason = reason or stage_obstacle(widths, stages)
+    shares = getattr(parallel, "enable_expert_parallel", False)
+    experts = parallel.tensor_parallel_size * parallel.data_parallel_size if shares else 0
+    balanced = getattr(parallel, "enable_eplb", False)
+    reason = _dtype_obstacle(model_config)
+    reason = reason or sharing_obstacle(config, parallel.tensor_parallel_size, experts, balanced=balanced)
+    reason = reason or serving_obstacle(config) or stage_obstacle(widths, stages)
     if vllm_config.compilation_config.mode == CompilationMode.NONE and not vllm_config.use_v2_model_runner:
         reason = reason or uncompiled_pipeline_obstacle(ranks, vllm_version())
     drafts = _is_draft(vllm_config)  # adapters are for its target

@@ -43,7 +43,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     Returns:
         The options by their long names, and "uncompiled": whether compilation is switched off (on a CPU also by
         adapters and TORCH_COMPILE_DISABLE); "draft" and "draft_method": the draft and its method, "" without one;
-        "draft_ranks": its tensor parallel size, None = the target's.
+        "draft_ranks": its tensor parallel size, None = the target's; "expert_ranks": the ranks that share whole
+        experts, 0 = each has a part of every expert.
     """
     parser = _Parser(add_help=False, exit_on_error=False)
     for names in _TEXTS:
@@ -51,8 +52,10 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
     parser.add_argument("--hf-token", nargs="?", const=True)
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--lora-modules", nargs="+", default=())
-    for switch in ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager"):
+    switches = ("enforce-eager", "enable-lora", "trust-remote-code", "disable-hybrid-kv-cache-manager", "enable-eplb")
+    for switch in switches:
         parser.add_argument(f"--{switch}", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--enable-expert-parallel", "-ep", action=argparse.BooleanOptionalAction, default=False)
     for name, short in (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp")):
         parser.add_argument(f"--{name}-parallel-size", short, type=int, default=1)
     # As in vLLM: what the file holds stands before the options, which replace it.
@@ -63,6 +66,8 @@ def given_options(arguments: Sequence[str], *, with_file: bool = True) -> argpar
         given = parser.parse_args([])  # vLLM says what is wrong with it
     given.uncompiled = _is_uncompiled(given)
     given.draft, given.draft_method = _speculation(given)
+    ranks = max(1, given.tensor_parallel_size) * max(1, given.data_parallel_size)
+    given.expert_ranks = ranks if given.enable_expert_parallel else 0
     given.draft_ranks = _fields(given.speculative_config).get("draft_tensor_parallel_size")
     return given
 

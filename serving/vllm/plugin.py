@@ -27,9 +27,10 @@ PLUGINS = "VLLM_PLUGINS"
 def architectures() -> dict[str, str]:
     """Architecture name in config.json -> where vLLM finds its class, imported only when a checkpoint needs it."""
     from pyprune.families import all_families
-    from pyprune.families.engines import inferred_architectures
+    from pyprune.families.engines import inferred_architectures, vllm_mixture
 
-    inferred = {name: f"pyprune.serving.vllm.model:{name}" for name in inferred_architectures()}
+    types = inferred_architectures().items()
+    inferred = {name: vllm_mixture(one) or f"pyprune.serving.vllm.model:{name}" for name, one in types}
     return inferred | {family.pruned_model: family.served_by for family in all_families().values() if family.served_by}
 
 

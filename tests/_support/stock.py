@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 from pyprune.cut.compact import compact_
 from pyprune.cut.target import choose_target
 from pyprune.families import family_for
-from pyprune.families.engines import CONDITIONS, stock_obstacle
+from pyprune.families.engines import CONDITIONS, mixture_obstacle, stock_obstacle
 from pyprune.families.infer import tiny_sizes
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
@@ -35,6 +35,11 @@ _TIED = {"tie_word_embeddings": True}
 _ROPE: dict[str, Any] = VALUES["ministral3"]["rope_parameters"]
 _LONG = {"ministral3": {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}}}
 """Values for layers of pyprune: vLLM's own do not scale queries beyond this length, and ours do."""
+_WIDE = {
+    **dict.fromkeys(("moe_intermediate_size", "prefix_dense_intermediate_size"), 96),
+    "shared_expert_intermediate_size": 64,
+}
+"""Fields of mixtures -> widths of which some are multiples of what vLLM's kernels for experts take."""
 SERVED_VALUES: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cohere": _TIED,
@@ -87,6 +92,27 @@ def write_per_layer(model_type: str, out: Path, **changes: Any) -> None:
     biases = {name: True for name, value in switches.items() if value is False and name.endswith("bias")}
     model = served_model(model_type, **(biases | _LONG.get(model_type, {}) | changes))
     plan = everything(family_for(model).plan(model.config))
+    assert not compact_(model, plan).stock
+    export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
+
+
+def write_mixture(model_type: str, out: Path) -> None:
+    """Write a tiny mixture, cut along all axes that vLLM carries, otherwise in each layer: the pruned architecture."""
+    fields = tiny_sizes(model_type)
+    model = served_model(model_type, **{name: width for name, width in _WIDE.items() if name in fields})
+    config, family = model.config, family_for(model)
+    every = family.plan(config).drop_layers(_PERIODS.get(model_type, [1]))
+    for at, layer in enumerate(every.kept_layers):
+        every = with_experts(every, layer, ([0, 5], [1, 2, 3, 4, 6], [2, 3, 6])[at % 3])
+    for axes in (axes for count in (3, 2, 1, 0) for axes in combinations(("ffn", "heads", "hidden"), count)):
+        plan = every.keep_hidden(range(96)) if "hidden" in axes else every
+        for at, layer in enumerate(every.kept_layers):
+            if "ffn" in axes:
+                plan = plan.with_layer(layer, ffn=range(32 if at % 2 else 64))
+            if "heads" in axes:
+                plan = plan.with_layer(layer, query_heads=[1, 3] if at % 2 else [0, 1, 2, 3])
+        if not mixture_obstacle(choose_target(family, config, plan).config.to_dict()):
+            break
     assert not compact_(model, plan).stock
     export(model, out, plan=plan, tokenizer=tiny_tokenizer(), provenance={"method": "by hand"})
 

@@ -11,10 +11,10 @@ import pytest
 
 from pyprune.checkpoint.load import load_model
 from pyprune.families import all_families
-from pyprune.families.engines import NEARLY, NOT_ON_CPU, PER_LAYER, REFUSED, STOCK, stock_obstacle
+from pyprune.families.engines import MIXTURES, NEARLY, NOT_ON_CPU, PER_LAYER, REFUSED, STOCK, stock_obstacle
 from tests._support.answers import log_probabilities, served_and_expected
 from tests._support.served import NEW_TOKENS, REAL_VLLM, TOP, compare, prompts, run_program
-from tests._support.stock import REFUSED_VALUES, write_per_layer, write_stock
+from tests._support.stock import REFUSED_VALUES, write_mixture, write_per_layer, write_stock
 
 pytestmark = REAL_VLLM
 
@@ -44,6 +44,14 @@ def served_per_layer(root: Path) -> dict[str, Any]:
     for name in PER_LAYER:
         write_per_layer(name, root / f"{name}-per-layer")
     return ask([root / f"{name}-per-layer" for name in PER_LAYER])
+
+
+@pytest.fixture(scope="module")
+def served_mixtures(root: Path) -> dict[str, Any]:
+    """What vLLM makes of mixtures whose layers have their own numbers of experts, and other sizes of their own."""
+    for name in MIXTURES:
+        write_mixture(name, root / f"{name}-experts")
+    return ask([root / f"{name}-experts" for name in MIXTURES])
 
 
 def ask(folders: Sequence[Path]) -> dict[str, Any]:
@@ -79,6 +87,15 @@ def test_sizes_per_layer_give_transformers_log_probabilities(
     answers = served_per_layer[str(root / f"{name}-per-layer")]
     assert not isinstance(answers, str), answers
     compare(root / f"{name}-per-layer", prompts(), answers)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_numbers_of_experts_per_layer_give_transformers_log_probabilities(
+    name: str, root: Path, served_mixtures: dict[str, Any]
+) -> None:
+    answers = served_mixtures[str(root / f"{name}-experts")]
+    assert not isinstance(answers, str), answers
+    compare(root / f"{name}-experts", prompts(), answers)
 
 
 @pytest.mark.parametrize("name", sorted(NEARLY))

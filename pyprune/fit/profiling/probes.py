@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyprune.checkpoint.load import ModelSource
 from pyprune.errors import CheckpointError, UnsupportedModelError
-from pyprune.families import check_table, family_for
+from pyprune.families import check_table, family_for, serving_obstacle
 from pyprune.families.base import BLOCKS
 from pyprune.fit.choices import Obstacle
 from pyprune.fit.profile import DENSE
@@ -204,8 +204,9 @@ def _vllm_obstacle(config: PretrainedConfig, plan: PrunePlan) -> str | None:
     from pyprune.cut.target import choose_target
 
     family = family_for(config)
-    if family.served_by or choose_target(family, config, plan).stock:
-        return None
+    target = choose_target(family, config, plan)
+    if target.stock or family.served_by:
+        return serving_obstacle(target.config.to_dict())
     return f"The vLLM plugin serves no sizes per layer for {family.model_type}."
 
 
