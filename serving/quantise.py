@@ -29,6 +29,10 @@ MAX_SHARD_BYTES = 5 * 10**9
 CLIPS = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's largest weight that the search tries as the end of its range: 1 to 0.7."""
 SHOWN_PROBLEMS = 1
+EXPERTS_STAY = (
+    "compressed-tensors' formats are for linear layers, and experts of a mixture are none: they would stay as they "
+    "are, where vLLM reads rounded ones. Write a GGUF file (q8_0 and others), which rounds experts, or do not round."
+)
 
 
 @dataclass(frozen=True)
@@ -251,13 +255,18 @@ def choose_quantisation(model: PreTrainedModel, name: str) -> Quantisation:
         name: a key of :data:`SCHEMES`.
 
     Raises:
-        ConfigError: an unknown scheme, or layers whose widths it does not take; the message names layer, width and
-            multiple, and what to do.
+        ConfigError: an unknown scheme, a mixture of experts, or layers whose widths the scheme does not take; the
+            message names layer, width and multiple, and what to do.
         UnsupportedModelError: the model has weights in linear layers that its family does not describe.
         MissingDependencyError: compressed-tensors is not installed.
     """
+    from pyprune.families import dense_family
+    from pyprune.probe.experts import expert_modules
+
     if name not in SCHEMES:
         raise ConfigError(did_you_mean(name, SCHEMES, "quantisation"))
+    if dense_family(model).mixture_fields and expert_modules(model):
+        raise ConfigError(f"{name} is not written for this {model.config.model_type!r} model: {EXPERTS_STAY}")
     check_quantising_installed()
     layers, ignored = _linear_layers(model)
     problems = list(_problems(model, layers, name))

@@ -49,7 +49,7 @@ from pyprune.runtime.report import write_report
 from pyprune.serving.engines import EngineError, choose_engine
 from pyprune.serving.export import export
 from pyprune.serving.gguf.write import check_gguf_format, check_gguf_output, export_gguf
-from pyprune.serving.quantise import check_quantising_installed
+from pyprune.serving.quantise import EXPERTS_STAY, check_quantising_installed
 from pyprune.serving.speed.table import speed_facts
 
 if TYPE_CHECKING:
@@ -517,6 +517,7 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
 
     Raises:
         BudgetError: names the limit that cannot be kept and the nearest one that can.
+        ConfigError: a format of compressed-tensors for a mixture of experts.
         DataError: sequences longer than the model's positions.
     """
     counted = [Budget(tuple(x for x in budget.limits if not x.quantity.is_timed)) for budget in budgets]
@@ -524,6 +525,8 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
     check_table(family_for(config), "A search of sizes")
     identity = family_for(config).plan(config)
+    if "experts" in identity.dense.axes and weight_format(weights).layout in ("channel", "packed"):
+        raise ConfigError(f"--weights is {weights}: {EXPERTS_STAY}")
 
     def refusal(budget: Budget, choices: ChoiceOptions) -> BudgetError | None:
         costs = Costs(ExactCosts.of(config, weights, choices=choices, ranks=options.tensor_parallel))

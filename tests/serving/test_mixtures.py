@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from pyprune.cut.compact import compact_
-from pyprune.errors import CheckpointError
+from pyprune.errors import CheckpointError, ConfigError
 from pyprune.families import family_for, serving_obstacle
 from pyprune.families.engines import EXPERT_FOR_EACH_RANK, MIXTURES, STOCK
+from pyprune.fit.fit import check_counted
+from pyprune.fit.options import FitOptions
 from pyprune.plan import PrunePlan
 from pyprune.serving.export import export
 from pyprune.serving.vllm.command import serve_command
@@ -156,6 +158,16 @@ def test_inspect_shows_the_numbers_of_experts(tmp_path: Path) -> None:
     assert rows["experts"] == "2-6"
     assert rows["moe_intermediate_size"] == "36-44"
     assert '"experts": 3' in (tmp_path / "facts.json").read_text()
+
+
+@pytest.mark.parametrize("name", ["w8a8-int8", "w4a16"])
+def test_rounding_that_does_not_reach_experts_is_refused(name: str, tmp_path: Path) -> None:
+    """Without this, the experts would stay as they are in files whose config.json calls them rounded."""
+    model, plan = cut("mixtral", lambda plan: plan.with_layer(2, experts=[0, 3]))
+    with pytest.raises(ConfigError, match=r"stay as they are.*Write a GGUF file"):
+        export(model, tmp_path / "out", plan=plan, tokenizer=tiny_tokenizer(), quantise=name)
+    with pytest.raises(ConfigError, match=f"--weights is {name}"):
+        check_counted(served_model("mixtral").config, name, budgets=[], options=FitOptions())
 
 
 def test_llama_cpp_refuses_unequal_numbers_and_names_the_options_that_give_equal_ones(tmp_path: Path) -> None:

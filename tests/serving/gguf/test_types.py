@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,19 @@ def test_bounds_of_yarn_that_llama_cpp_rounds_are_reported(tmp_path: Path) -> No
     assert 1e-4 < difference(model, report.path) < 0.05
 
 
-def test_experts_are_quantised_and_routers_are_not(tmp_path: Path) -> None:
-    model = gguf_model("mixtral", num_experts_per_tok=7)  # rounding cannot change which experts are chosen
-    save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=None, provenance={})
+@pytest.mark.parametrize("kept", [range(7), (0, 3, 4, 6)], ids=["dense", "cut"])
+def test_experts_are_quantised_and_routers_are_not(kept: Sequence[int], tmp_path: Path) -> None:
+    model = gguf_model("mixtral", num_experts_per_tok=len(kept))  # rounding cannot change which experts are chosen
+    plan = family_for(model).plan(model.config)
+    for layer in plan.kept_layers:
+        plan = plan.with_layer(layer, experts=kept)
+    assert compact_(model, plan).stock
+    save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=plan, provenance={})
     report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quantise="q8_0")
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(report.path).tensors}
     assert {kinds[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {"Q8_0"}
     assert kinds["blk.0.ffn_gate_inp.weight"] == "F32"
+    assert values_of(report)[f"{report.architecture}.expert_count"] == len(kept)
     assert 1e-5 < difference(model, report.path) < 0.3
 
 
