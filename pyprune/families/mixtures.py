@@ -177,7 +177,7 @@ def block_sizes(
     return {block: blocks.get(block, BlockSizes()) for block in family.kinds[kind]}
 
 
-def chosen_experts(config: PretrainedConfig) -> int:
+def chosen_experts(config: Any) -> int:
     """Return how many experts the routers of a model choose for a token."""
     return next(int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None)))
 

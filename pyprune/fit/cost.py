@@ -222,7 +222,7 @@ class ExactCosts(CostModel):
 
 def _units(widths: Widths) -> dict[str, int]:
     """Return the kept units of a layer, by axis of a plan."""
-    return {"query_heads": widths.query_heads, "kv_heads": widths.kv_heads, "ffn": widths.ffn}
+    return {axis: getattr(widths, axis) for axis in ("query_heads", "kv_heads", "ffn", "experts")}
 
 
 def _rotary_bytes(config: PretrainedConfig, head_dim: int) -> int:

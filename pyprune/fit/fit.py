@@ -26,7 +26,7 @@ from pyprune.checkpoint.shards import read_header, weight_files
 from pyprune.data.stream import check_sequence_length
 from pyprune.errors import BudgetError, ConfigError, DataError, OutputError, PypruneError
 from pyprune.families import check_table, family_for
-from pyprune.fit.choices import ChoiceOptions, Space
+from pyprune.fit.choices import ChoiceOptions, Routers, Space
 from pyprune.fit.cost import Costs, ExactCosts, profile_missing
 from pyprune.fit.formats import WEIGHT_FORMATS, weight_format
 from pyprune.fit.limits import DEFAULT_CONTEXT, Budget
@@ -525,13 +525,14 @@ def check_counted(config: PretrainedConfig, weights: str, *, budgets: Sequence[B
     usual = SizeRules.of(weights, tensor_parallel=options.tensor_parallel)
     check_table(family_for(config), "A search of sizes")
     identity = family_for(config).plan(config)
+    routers = Routers.of(config, identity.dense)
     if "experts" in identity.dense.axes and weight_format(weights).layout in ("channel", "packed"):
         raise ConfigError(f"--weights is {weights}: {EXPERTS_STAY}")
 
     def refusal(budget: Budget, choices: ChoiceOptions) -> BudgetError | None:
         costs = Costs(ExactCosts.of(config, weights, choices=choices, ranks=options.tensor_parallel))
         try:
-            check_feasible(Space.of(identity, choices).zero_losses(), budget, costs, options.solve)
+            check_feasible(Space.of(identity, choices, routers).zero_losses(), budget, costs, options.solve)
         except BudgetError as error:
             return error
         return None

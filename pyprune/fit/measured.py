@@ -2,8 +2,10 @@
 
 For every measured workload the time of a model is a sum of features with non-negative coefficients. The features are
 multiplications of matrix products, scores of attention, keys and values that are read, and a constant for each
-sub-block that is launched. The coefficients minimise the relative squared errors over the probes (non-negative least
-squares). The dense model counts most, because relative limits are shares of its time.
+sub-block that is launched. Of a mixture, a step reads the matrices of the experts that it touches: the expected number
+of different ones, if its tokens choose independently of each other and all experts alike. The coefficients minimise the
+relative squared errors over the probes (non-negative least squares). The dense model counts most, because relative
+limits are shares of its time.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pyprune.fit.quantities import CostModel, Quantity, Widths, further_head_pai
 from pyprune.plan import Sizes
 
 BASE = ("model", "head", "hidden")
-LAYER = ("attention", "mlp", "projections", "scores", "cache", "ffn", "norms")
+LAYER = ("attention", "mlp", "projections", "scores", "cache", "ffn", "experts", "norms")
 PAIRS = "head pairs"
 FEATURES = (*BASE, *LAYER, PAIRS)
 """The features of a model's time; the last one is not of a single layer (see :meth:`MeasuredCosts.head_pair`)."""
@@ -38,8 +40,31 @@ def base_features(dense: Sizes, hidden: int) -> dict[str, float]:
     return {"model": 1.0, "head": hidden * dense.vocab_size, "hidden": hidden}
 
 
-def layer_features(dense: Sizes, hidden: int, widths: Widths) -> dict[str, float]:
-    """Return the features of one layer: a constant a sub-block, products of projections, scores, cache, FFN, norms."""
+def distinct_experts(experts: int, chosen: int, tokens: int) -> float:
+    """Return how many different experts a step is expected to touch.
+
+    Args:
+        experts: of the layer.
+        chosen: that each token reads.
+        tokens: of the step.
+    """
+    return experts * (1 - (1 - min(1.0, chosen / experts)) ** tokens) if experts else 0.0
+
+
+def step_tokens(quantity: Quantity) -> int:
+    """Return the tokens that a model reads at once: those of the prompt, or one of each sequence."""
+    return quantity.tokens if quantity.kind == "prefill" else quantity.batch
+
+
+def layer_features(dense: Sizes, hidden: int, widths: Widths, touched: float = 0.0) -> dict[str, float]:
+    """Return the features of one layer: a constant a sub-block, products of projections, scores, cache, FFN, norms.
+
+    Args:
+        dense: sizes of the dense model.
+        hidden: channels of the stream.
+        widths: of the layer.
+        touched: experts whose matrices a step reads.
+    """
     q, kv = (heads * dense.head_dim for heads in (widths.query_heads, widths.kv_heads))
     return {
         "attention": float(q > 0),
@@ -48,15 +73,24 @@ def layer_features(dense: Sizes, hidden: int, widths: Widths) -> dict[str, float
         "scores": q,
         "cache": kv,
         "ffn": hidden * widths.ffn,
+        "experts": hidden * widths.ffn * touched,
         "norms": hidden,
     }
 
 
-def features(dense: Sizes, probe: Probe) -> dict[str, float]:
-    """Return all features of a model."""
+def features(dense: Sizes, probe: Probe, chosen: int = 0, tokens: int = 1) -> dict[str, float]:
+    """Return all features of a model.
+
+    Args:
+        dense: sizes of the dense model.
+        probe: the model.
+        chosen: experts that each token reads; 0 = it has no mixtures.
+        tokens: that it reads at once.
+    """
     total: dict[str, float] = defaultdict(float, base_features(dense, probe.hidden))
     for layer in probe.layers:
-        for name, value in layer_features(dense, probe.hidden, layer).items():
+        touched = distinct_experts(layer.experts, chosen, tokens)
+        for name, value in layer_features(dense, probe.hidden, layer, touched).items():
             total[name] += value
     total[PAIRS] = further_head_pairs(probe.layers)
     return dict(total)
@@ -118,6 +152,7 @@ class MeasuredCosts(CostModel):
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.dense = profile.dense
+        self.chosen = profile.chosen_experts
         self.fits: dict[Quantity, Fit] = {q: fit(profile, q) for q in profile.quantities}
 
     @override
@@ -126,7 +161,11 @@ class MeasuredCosts(CostModel):
 
     @override
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
-        return self._interpolate(quantity, layer_features(self.dense, hidden_size, widths))
+        total = 0.0
+        for part, share in self._parts(quantity):
+            touched = distinct_experts(widths.experts, self.chosen, step_tokens(part.quantity))
+            total += share * part.predict(layer_features(self.dense, hidden_size, widths, touched))
+        return total
 
     @override
     def head_pair(self, quantity: Quantity) -> float:
@@ -176,7 +215,9 @@ def fit(profile: Profile, quantity: Quantity) -> Fit:
             f"The profile {profile.name} has {quantity} of {len(names)} models ({', '.join(names) or 'none'}); the "
             "dense model and two others are the least. Measure again with `pyprune profile MODEL`."
         )
-    rows = np.array([[features(profile.dense, profile.probe(name))[f] for f in FEATURES] for name in names])
+    steps = (profile.chosen_experts, step_tokens(quantity))
+    sizes = [features(profile.dense, profile.probe(name), *steps) for name in names]
+    rows = np.array([[values[f] for f in FEATURES] for values in sizes])
     times = np.array([seconds[name] for name in names])
     weights = np.array([DENSE_WEIGHT if name == DENSE else 1.0 for name in names])
     solution = _solve(rows, times, weights)

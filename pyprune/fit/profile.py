@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from pyprune.errors import BudgetError, OutputError, PlanError, did_you_mean, shown
+from pyprune.families.mixtures import chosen_experts
 from pyprune.fit.quantities import Quantity, Widths
 from pyprune.plan import PrunePlan, Sizes
 from pyprune.runtime.figures import WRITTEN_BY
@@ -130,6 +132,11 @@ class Profile:
         return profile_name(self.model_type, self.dense, self.engine, self.dtype)
 
     @property
+    def chosen_experts(self) -> int:
+        """Experts that each token reads; 0 of a model without mixtures."""
+        return chosen_experts(SimpleNamespace(**self.config)) if "experts" in self.dense.axes else 0
+
+    @property
     def quantities(self) -> tuple[Quantity, ...]:
         """The workloads of every probe."""
         return tuple(dict.fromkeys(timing.quantity for timing in self.timings))
@@ -203,7 +210,8 @@ class Profile:
             config=dict(data["config"]),
             dense=Sizes.from_dict(data["dense"]),
             probes=tuple(
-                Probe(name, hidden, tuple(Widths(*w) for w in layers)) for name, hidden, layers in data["probes"]
+                Probe(name, hidden, tuple(Widths(*w[:3])._replace(experts=sum(w[3:])) for w in layers))
+                for name, hidden, layers in data["probes"]
             ),
             timings=tuple(Timing(p, Quantity(*q), g, start, s) for p, q, g, start, s in data["timings"]),
             products=tuple(Product(*product) for product in data["products"]),

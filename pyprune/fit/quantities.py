@@ -20,6 +20,8 @@ Kind = Literal["parameters", "memory", "prefill", "generation"]
 class Widths(NamedTuple):
     """Sizes of one kept layer; 0 query heads and 0 KV heads = the attention is skipped, 0 FFN channels = the MLP is.
 
+    The FFN channels of a mixture are those of an expert.
+
     A layer that has no such block has 0 of its units too. Other blocks and axes are kept whole.
 
     Attributes:
@@ -27,22 +29,24 @@ class Widths(NamedTuple):
         kv_heads: kept key/value heads.
         ffn: kept FFN channels.
         kind: of the layer.
+        experts: kept experts, between which the router of a mixture chooses.
     """
 
     query_heads: int
     kv_heads: int
     ffn: int
     kind: str = DECODER
+    experts: int = 0
 
     @classmethod
     def of(cls, layer: LayerPlan) -> Widths:
         """Return the sizes of a layer of a plan."""
-        return cls(*layer.widths, layer.kind)
+        return cls(*layer.widths, layer.kind, len(layer.units("experts")))
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The three numbers alone."""
-        return self[:3]
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers alone; that of experts is there for mixtures only."""
+        return (*self[:3], self.experts) if self.experts else self[:3]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pyprune.errors import BudgetError, ConfigError, PypruneError, UnsupportedMo
 from pyprune.families import begins_with_bos, family_for
 from pyprune.families.base import closed_obstacle
 from pyprune.fit.attempts import Attempt, Tries
-from pyprune.fit.choices import ChoiceOptions, Obstacle, Search, Space, UnitScores
+from pyprune.fit.choices import ChoiceOptions, Obstacle, Routers, Search, Space, UnitScores
 from pyprune.fit.cost import Costs, ExactCosts, common_multiple
 from pyprune.fit.formats import weight_format
 from pyprune.fit.limits import Budget, Limit
@@ -247,6 +247,10 @@ class Fitting:
         rules += [engine_obstacle(config, engine) for engine in dict.fromkeys(engines)]
         if layout in ("channel", "packed"):
             rules += [lambda plan: quantising_obstacle(plan, self.weights), self._shared_obstacle]
+        if "experts" in self.identity.dense.axes:
+            rules.append(lambda plan: family.plan_obstacle(config, plan))
+            # Of mixtures vLLM builds whole layers, whatever engine is measured.
+            rules += [engine_obstacle(config, "vllm")] if family.served_by and not engines else []
         return lambda plan: next(filter(None, (rule(plan) for rule in rules)), None)
 
     def _shared_obstacle(self, plan: PrunePlan) -> str | None:
@@ -278,11 +282,14 @@ class Fitting:
         """The scores of all units, from the cache if they are there."""
         o = self.options
         samples = _pick_evenly(self.text["valued"], o.score_samples)
-        key = digest([self.source.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores"])
+        experts = "experts" in self.identity.dense.axes
+        key = digest(
+            [self.source.version, o.dtype, samples.digest(), bool(o.choices.hidden), "scores", *["experts"] * experts]
+        )
         records = self._records("scores")
         record = records.of("scores").get(key)
         if record is None:
-            say("Scoring heads and FFN channels.")
+            say(f"Scoring heads{',' if experts else ' and'} FFN channels{' and experts' if experts else ''}.")
             scores = score_units(self.model, samples.ids, hidden=bool(o.choices.hidden))
             record = records.add({"kind": "scores", "key": key, "scores": scores.to_dict()})
         return UnitScores.from_dict(record["scores"], self.identity.dense)
@@ -294,7 +301,8 @@ class Fitting:
     @cached_property
     def space(self) -> Space:
         """The choices of every layer that the target engine can run."""
-        every, reasons = Space.of(self.identity, self.choices), list[str]()
+        routers = Routers.of(self.model.config, self.identity.dense)
+        every, reasons = Space.of(self.identity, self.choices, routers), list[str]()
 
         def obstacle(plan: PrunePlan) -> str | None:
             reason = self.obstacle(plan)

@@ -35,17 +35,19 @@ from pyprune.cut.walk import USED, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan, family_for
-from pyprune.fit.choices import LayerScores, Space, UnitScores
+from pyprune.fit.choices import LayerScores, Routers, Space, UnitScores
 from pyprune.fit.quantities import Widths
 from pyprune.fit.values import BlockLoss, BlockLosses, ValueOptions, anchors_of
 from pyprune.methods.base import PlanRequest
+from pyprune.methods.experts import reap
 from pyprune.methods.registry import get_method
 from pyprune.methods.score import ScoreMethod, scoring_config
 from pyprune.methods.score._structures import StructureScores
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import frozen_eval
+from pyprune.probe.activations import frozen_eval, gather_moments
+from pyprune.probe.experts import ExpertSums, expert_modules
 from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
@@ -61,7 +63,9 @@ def recommended_scores() -> PruneConfig:
 
 
 def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False) -> UnitScores:
-    """Score every KV group, query head and FFN channel of a dense model, and with ``hidden`` every hidden channel.
+    """Score every KV group, query head, FFN channel and expert of a dense model, with ``hidden`` every hidden channel.
+
+    Experts are scored by what they add to the tokens that are routed to them (REAP).
 
     Args:
         model: is not changed.
@@ -93,11 +97,14 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
     method.scorer(run)
     heads = StructureScores(replace(run.scope, whole_groups=False), opened.aggregation)
     heads.sums = run.scores.sums
+    experts, groups = _expert_scores(model, samples), Routers.of(model.config, run.scope.dense).groups
     layers = tuple(
         LayerScores(
             _scores_of(run.scores, i, "heads"),
             _scores_of(heads, i, "heads"),
             _scores_of(run.scores, i, "ffn"),
+            experts.get(i, ()),
+            groups if i in experts else 1,
         )
         for i in range(run.scope.dense.num_layers)
     )
@@ -108,6 +115,17 @@ def score_units(model: PreTrainedModel, samples: Tensor, *, hidden: bool = False
 def _scores_of(scores: StructureScores, layer: int, axis: str) -> tuple[float, ...]:
     """Return the scores of a layer's groups along an axis; none if the layer has no such axis."""
     return tuple(scores.group_scores(layer, axis).tolist()) if scores.scope.units(axis, layer) else ()
+
+
+def _expert_scores(model: PreTrainedModel, samples: Tensor) -> dict[int, tuple[float, ...]]:
+    """Return layer -> REAP's score of each of its experts; {} of a model without mixtures."""
+    modules = expert_modules(model)
+    if not modules:
+        return {}
+    sums = {layer: ExpertSums() for layer in modules}
+    with frozen_eval(model):
+        gather_moments(LayerRunner.of(model), samples, others={modules[layer]: sums[layer] for layer in modules})
+    return {layer: tuple(reap.score(each).tolist()) for layer, each in sums.items()}
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -9,7 +9,7 @@ KL and of 0.86 as differences. 3 to 6 % of the differences were negative, and a 
 Between two measured widths of a block the loss is linear in the sum of the scores of the removed units, and never falls
 when more is removed. The scores decide how fast the loss grows with each unit; the anchors decide its size, which no
 sum of scores does. The loss of a layer is the sum of its attention's and its MLP's; the loss of a whole removed layer
-is measured.
+is measured. That of a mixture with narrower and fewer experts is the sum of both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ValueOptions(Config):
         judged: share of the sequences on which the loss is measured; the others are for the reconstruction.
         stride: the loss is measured at every n-th position of a sequence. With a large vocabulary a position costs as
             much as several layers.
-        ffn_anchors: FFN widths to measure, as shares of the dense width (the nearest choices are taken).
+        ffn_anchors: FFN widths and numbers of experts to measure, as shares of the dense ones (the nearest choices are
+            taken).
         head_anchors: most numbers of KV groups to measure for a layer, in addition to skipped attention.
         reconstruct: solve the next writer to follow the dense stream before the loss is measured, as in the cut itself.
             Without it, blocks whose loss can be repaired seem too important.
@@ -106,17 +107,29 @@ def anchors_of(layer: LayerSpace, options: ValueOptions) -> tuple[Widths, ...]:
         layer: its choices.
         options: the number of anchors.
     """
-    dense = layer.dense
     narrowed = [widths for widths in layer.attentions[1:] if widths.kv_heads]
     heads = [
         *space_evenly(narrowed[::-1], options.head_anchors)[::-1],
         *(widths for widths in layer.attentions[1:] if not widths.kv_heads),
     ]
-    narrow = [ffn for ffn in layer.ffn[1:] if ffn]
-    wide = [min(narrow, key=lambda ffn: abs(ffn - share * dense.ffn)) for share in options.ffn_anchors if narrow]
-    ffn = [*sorted({*wide, *narrow[-1:]}, reverse=True), *(0 for width in layer.ffn[1:] if not width)]
-    anchors = [*heads, *(dense._replace(ffn=width) for width in ffn)]
+    nearest = options.ffn_anchors
+    ffn = _nearest([widths for widths in layer.mlps if widths.ffn], lambda widths: widths.ffn, nearest)
+    experts = _nearest(layer.mixtures, lambda widths: widths.experts, nearest)
+    anchors = [*heads, *ffn, *(widths for widths in layer.mlps[1:] if not widths.ffn), *experts]
     return (*anchors, DROPPED) if layer.drop else tuple(anchors)
+
+
+def _nearest(choices: Sequence[Widths], size: Callable[[Widths], int], shares: Sequence[float]) -> list[Widths]:
+    """Return the choices nearest to these shares of the dense size, and the smallest one, in descending order.
+
+    Args:
+        choices: in descending order, the dense one first, which is not returned.
+        size: (choice) -> its size.
+        shares: of the dense size.
+    """
+    dense, *smaller = choices
+    near = [min(smaller, key=lambda widths: abs(size(widths) - share * size(dense))) for share in shares if smaller]
+    return [widths for widths in smaller if widths in (*near, smaller[-1])]
 
 
 def search_of(losses: BlockLosses, scores: UnitScores, space: Space) -> Search:
@@ -149,11 +162,13 @@ def _choices(
 ) -> tuple[Choice, ...]:
     """Return every choice of a layer with its loss."""
     dense = layer.dense
-    heads = {widths: scores.attention_removed(*widths.sizes[:2]) for widths in layer.attentions}
+    heads = {widths: scores.attention_removed(*widths[:2]) for widths in layer.attentions}
     ffn = {widths: scores.ffn_removed(widths.ffn) for widths in layer.mlps}
+    experts = {widths: scores.experts_removed(widths.experts) for widths in layer.mixtures}
     blocks = {
         **_losses(heads, measured, f"the attention of layer {index}", lambda w: w.query_heads + _TIE * w.kv_heads),
         **_losses(ffn, measured, f"the MLP of layer {index}", lambda w: w.ffn),
+        **_losses(experts, measured, f"the experts of layer {index}", lambda w: w.experts),
     }
     if layer.drop and DROPPED not in measured:
         raise _missing_loss(f"layer {index} as a whole")
@@ -161,7 +176,10 @@ def _choices(
     def loss(widths: Widths) -> float:
         if widths == DROPPED:
             return measured[DROPPED]
-        return blocks[widths._replace(ffn=dense.ffn)] + blocks[dense._replace(ffn=widths.ffn)]
+        attention = blocks[widths._replace(ffn=dense.ffn, experts=dense.experts)]
+        if not widths.ffn:
+            return attention + blocks[dense._replace(ffn=0, experts=0)]
+        return attention + blocks[dense._replace(ffn=widths.ffn)] + blocks[dense._replace(experts=widths.experts)]
 
     return tuple(Choice(widths, loss(widths)) for widths in layer.widths)
 

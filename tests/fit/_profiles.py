@@ -16,7 +16,7 @@ MACHINE = {"device": "cpu one", "cpu": "cpu one", "isa": ["avx2"], "cores": 2, "
 VERSIONS = {"pyprune": "0.1.0", "torch": "2.13.0", "transformers": "5.19.0"}
 PLANTED = {
     "model": 5e-3, "head": 3e-9, "hidden": 1e-6, "attention": 4e-4, "mlp": 2e-4, "projections": 4e-9,
-    "scores": 8e-7, "cache": 5e-7, "ffn": 9e-9, "norms": 2e-7, "head pairs": 7e-4,
+    "scores": 8e-7, "cache": 5e-7, "ffn": 9e-9, "experts": 2e-9, "norms": 2e-7, "head pairs": 7e-4,
 }  # fmt: skip
 """Seconds a unit of each feature."""
 

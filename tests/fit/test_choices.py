@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pyprune.errors import BudgetError, ConfigError
-from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, Space, UnitScores
+from pyprune.fit.choices import DROPPED, ChoiceOptions, LayerScores, Routers, Space, UnitScores
 from pyprune.fit.quantities import Widths
 from pyprune.fit.sizes import SizeRules
-from pyprune.plan import PrunePlan, Sizes
+from pyprune.plan import BlockSizes, PrunePlan, Sizes, attention_and_mlp
 
 DENSE = Sizes.decoder(3, 32, 6, 3, 8, 96, 64)
 IDENTITY = PrunePlan.identity("llama", DENSE)
@@ -35,6 +37,51 @@ def test_query_heads_skips_and_kept_layers() -> None:
     assert opened.heads == ((6, 3), (4, 2), (3, 3), (2, 2), (2, 1), (1, 1))
     assert opened.ffn == (96, 0)
     assert not opened.drop
+
+
+BLOCKS = {**attention_and_mlp(6, 3, 8, 96), "mlp": BlockSizes({"ffn": 96, "experts": 8})}
+MIXTURE = Sizes(32, 64, {"mixture": BLOCKS}, ("mixture",) * 2)
+
+
+def test_mixtures_keep_as_many_experts_as_their_routers_need() -> None:
+    identity = PrunePlan.identity("mixtral", MIXTURE)
+    options = ChoiceOptions(ffn_shares=(0.5,), ffn_multiple=8, expert_shares=(0.8, 0.5, 0.1))
+    layer = Space.of(identity, options, Routers(1, 2)).layers[0]
+    assert layer.experts == (8, 6, 4, 2)
+    assert layer.dense == Widths(6, 3, 96, "mixture", 8)
+    assert layer.mixtures[1:] == layer.alone[-3:] == tuple(Widths(6, 3, 96, "mixture", n) for n in (6, 4, 2))
+    skipped = [widths for widths in layer.widths if not widths.ffn]
+    assert {widths.experts for widths in skipped} == {0}, "a skipped MLP has no experts"
+    assert len(layer.widths) == len({*layer.widths}) == 4 * (2 * 4 + 1)  # as above, with DROPPED for nothing at all
+    assert Space.of(identity, options, Routers(4, 4)).layers[0].experts == (8, 4)
+    assert Space.of(identity, replace(options, keep_first=1)).layers[0].experts == (8,)
+
+
+def test_experts_that_an_engine_cannot_hold_are_left_out() -> None:
+    routers, identity = Routers(2, 2), PrunePlan.identity("mixtral", MIXTURE)
+
+    def obstacle(plan: PrunePlan) -> str | None:
+        kept = plan.layers[0].units("experts")
+        assert sum(expert < 4 for expert in kept) * 2 == len(kept), "as many of each group"
+        return "fewer than six" if len(kept) < 6 and plan.layers[0].ffn else None
+
+    space = Space.of(identity, ChoiceOptions(skips=()), routers).drop_impossible(obstacle)
+    assert [layer.experts for layer in space.layers] == [(8, 6), (8, 6, 4, 2)]
+
+
+def test_the_experts_of_the_lowest_scores_go_first_in_each_group() -> None:
+    one = LayerScores((1.0,) * 3, (1.0,) * 6, (1.0,) * 96, (5.0, 1.0, 2.0, 4.0, 8.0, 9.0, 6.0, 7.0))
+    assert one.kept_experts(3) == (4, 5, 7)
+    assert one.experts_removed(6) == 1.0 + 2.0
+    two = replace(one, groups=2)
+    assert two.kept_experts(4) == (0, 3, 4, 5)
+    assert two.experts_removed(0) == sum(one.experts)
+    scores = UnitScores((two, two))
+    assert UnitScores.from_dict(scores.to_dict(), MIXTURE) == scores
+    plan = scores.plan(PrunePlan.identity("mixtral", MIXTURE), {1: Widths(6, 3, 96, "mixture", 4)})
+    assert plan.layers[1].units("experts") == (0, 3, 4, 5)
+    with pytest.raises(BudgetError, match="other sizes"):
+        UnitScores.from_dict(UnitScores((replace(one, experts=()),) * 2).to_dict(), MIXTURE)
 
 
 def test_rules_of_the_target_are_kept() -> None:

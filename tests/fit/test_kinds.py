@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import pyprune.modeling  # noqa: F401  (registers the pruned architectures)
 from pyprune.checkpoint.record import read_pruning_json
@@ -19,6 +20,7 @@ from pyprune.fit.choices import DROPPED, ChoiceOptions, Space
 from pyprune.fit.cost import ExactCosts
 from pyprune.fit.profiling.probes import probe_plans
 from pyprune.fit.quantities import Quantity
+from pyprune.plan import PrunePlan
 from tests._support.cli import run
 from tests._support.inferred import tiny_inferred
 from tests._support.tokenizer import tiny_tokenizer
@@ -38,7 +40,8 @@ def test_every_choice_of_every_layer_is_counted_exactly(model_type: str) -> None
     assert {layer.kind for layer in space.layers} == set(identity.dense.kinds)
     for index, layer in enumerate(space.layers):
         for widths in layer.alone:
-            units = {axis: range(n) for axis, n in zip(("query_heads", "kv_heads", "ffn"), widths.sizes, strict=True)}
+            axes = ("query_heads", "kv_heads", "ffn", "experts")
+            units = {axis: range(getattr(widths, axis)) for axis in axes}
             own = {axis: kept for axis, kept in units.items() if identity.dense.units(axis, index)}
             plan = identity.with_layer(index, **own)
             assert costs.predict(PARAMETERS, plan) == parameters_after(family, shapes, plan)
@@ -65,6 +68,26 @@ def test_what_is_not_known_of_kinds_is_refused() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_moe", "gemma4_text"])
 def test_a_budget_of_parameters_is_kept(model_type: str, tmp_path: Path) -> None:
+    model, cut, plan = fitted(model_type, tmp_path, "parameters=70%")
+    assert count_parameters(cut) <= 0.7 * count_parameters(model)
+    assert plan.dense == family_for(model).sizes(model.config)
+
+
+@pytest.mark.process
+def test_experts_are_chosen_by_layer(tmp_path: Path) -> None:
+    """Where nothing else may go, a budget takes experts, and of unequal mixtures unequally many."""
+    settings = ("choices.skips=[]", "choices.ffn_shares=[]", "choices.head_counts=1", "choices.expert_shares=[0.6,0.3]")
+    model, cut, plan = fitted("qwen3_moe", tmp_path, "parameters=85%", *settings)
+    assert count_parameters(cut) < count_parameters(model)
+    whole = family_for(model).plan(model.config)
+    kept = [len(layer.units("experts")) for layer in plan.layers]
+    assert {*kept} <= {0, 2, 4, 7}
+    assert min(filter(None, kept)) < 7
+    assert [layer.widths for layer in plan.layers] == [layer.widths for layer in whole.layers]
+
+
+def fitted(model_type: str, tmp_path: Path, budget: str, *more: str) -> tuple[PreTrainedModel, Any, PrunePlan]:
+    """A tiny dense model, the one that `pyprune fit` makes of it, and its plan."""
     model = tiny_inferred(model_type)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
     source = random.Random(0)
@@ -72,14 +95,13 @@ def test_a_budget_of_parameters_is_kept(model_type: str, tmp_path: Path) -> None
     sentences = (" ".join(source.choice(words) for _ in range(30)) for _ in range(400))
     (tmp_path / "text.txt").write_text(".\n\n".join(sentences))
     small = ("window=16", "score_samples=8", "value_samples=12", "judge_samples=8", "solve.solutions=2")
-    settings = (*small, "choices.ffn_multiple=4", "keep_multiples=true")
+    settings = (*small, "choices.ffn_multiple=4", "keep_multiples=true", *more)
     sets = (part for setting in settings for part in ("--set", setting))
     text = ("--calibration", tmp_path / "text.txt", "--samples", "24", "--sequence-length", "16")
     where = ("--out", tmp_path / "out", "--cache", tmp_path / "cache")
-    result = run("fit", tmp_path / "dense", "--budget", "parameters=70%", *where, *text, *sets, "--no-recover")
+    result = run("fit", tmp_path / "dense", "--budget", budget, *where, *text, *sets, "--no-recover")
     assert result.exit_code == 0, result.output
     cut = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert count_parameters(cut) <= 0.7 * count_parameters(model)
     plan = read_pruning_json(tmp_path / "out", verify_files=True).plan
     assert plan is not None
-    assert plan.dense == family_for(model).sizes(model.config)
+    return model, cut, plan

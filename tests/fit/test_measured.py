@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from pyprune.errors import BudgetError
+from pyprune.fit.choices import Routers
 from pyprune.fit.cost import Costs
-from pyprune.fit.measured import PAIRS, MeasuredCosts, ratios_to_dense, relative_seconds
+from pyprune.fit.measured import PAIRS, MeasuredCosts, distinct_experts, features, ratios_to_dense, relative_seconds
 from pyprune.fit.profile import DENSE, Probe, Profile, Timing
+from pyprune.fit.profiling.probes import probe_plans
 from pyprune.fit.quantities import Quantity, Widths
-from pyprune.plan import PrunePlan
+from pyprune.plan import BlockSizes, PrunePlan, Sizes, attention_and_mlp
 from tests.fit._profiles import GENERATION, PLANTED, PREFILL, fake_profile, identity, planted
 
 
@@ -42,6 +45,39 @@ def test_the_layers_add_up_to_all_but_the_head_pairs() -> None:
     rest = costs.predict(PREFILL, plan) - costs.base(PREFILL, 320) - layers
     assert rest == pytest.approx(PLANTED[PAIRS], rel=1e-4), "layer 1 has heads of its own"
     assert costs.head_pair(PREFILL) == pytest.approx(PLANTED[PAIRS], rel=1e-4)
+
+
+def test_a_batch_touches_more_experts_than_a_token() -> None:
+    assert distinct_experts(8, 2, 1) == pytest.approx(2)
+    assert distinct_experts(8, 2, 16) == pytest.approx(8 * (1 - 0.75**16))
+    assert distinct_experts(2, 2, 1) == distinct_experts(2, 2, 100) == 2
+    assert distinct_experts(0, 2, 5) == 0
+
+
+def test_times_of_mixtures_follow_from_the_experts_that_a_step_touches(tmp_path: Path) -> None:
+    """Halving the experts saves little of a token, which reads two in any case, and much of a batch."""
+    blocks = {**attention_and_mlp(8, 4, 64, 1536), "mlp": BlockSizes({"ffn": 1536, "experts": 16})}
+    sizes = Sizes(512, 1000, {"mixture": blocks}, ("mixture",) * 8)
+    dense = PrunePlan.identity("mixtral", sizes)
+    plans = probe_plans(dense, routers=Routers(1, 2))
+    assert {"half of the experts", "a quarter of the experts"} <= {*plans}
+    probes = [Probe.of(name, plan) for name, plan in plans.items()]
+    quantities = [Quantity("generation", 64, batch) for batch in (1, 16)]
+
+    def seconds(probe: Probe, quantity: Quantity) -> float:
+        return sum(PLANTED[name] * value for name, value in features(sizes, probe, 2, quantity.batch).items())
+
+    timings = [Timing(p.name, q, 0, float(i), seconds(p, q)) for q in quantities for i, p in enumerate(probes)]
+    facts = ("transformers", "float32", {}, {}, "mixtral", sizes, {"num_experts_per_tok": 2})
+    costs = MeasuredCosts(Profile(*facts, tuple(probes), tuple(timings)))
+    plan = dense.with_layer(2, experts=range(3)).with_layer(5, experts=range(11), ffn=range(768))
+    saved = []
+    for quantity in quantities:
+        assert costs.predict(quantity, plan) == pytest.approx(seconds(Probe.of("", plan), quantity), rel=1e-6)
+        saved.append(1 - costs.predict(quantity, plans["half of the experts"]) / costs.predict(quantity, dense))
+    assert abs(saved[0]) < 1e-6 < 0.1 < saved[1]
+    stored = MeasuredCosts(Profile.load(costs.profile.save(tmp_path / "profile.json")))
+    assert stored.predict(quantities[1], plan) == pytest.approx(costs.predict(quantities[1], plan))
 
 
 def test_what_the_features_cannot_hold_shows_in_the_probe_left_out() -> None:

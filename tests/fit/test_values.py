@@ -269,6 +269,26 @@ def test_planted_additive_losses_are_recovered() -> None:
         assert choice.loss == pytest.approx(planted[choice.widths], abs=1e-6)
 
 
+def test_losses_of_fewer_experts_add_to_those_of_narrower_ones() -> None:
+    layer = replace(LAYER, kind="mixture", experts=(8, 6, 4, 2), drop=False)
+    scores = replace(SCORES, experts=(1.0,) * 4 + (3.0,) * 4)
+    planted = {
+        widths: 0.1 * scores.attention_removed(*widths[:2])
+        + 0.05 * scores.ffn_removed(widths.ffn)
+        + (0.2 * scores.experts_removed(widths.experts) if widths.ffn else 0.0)
+        for widths in layer.widths
+    }
+    anchors = anchors_of(layer, ValueOptions(head_anchors=2, ffn_anchors=(0.75, 0.5)))
+    assert [widths.experts for widths in anchors if widths[:3] == layer.dense[:3]] == [6, 4, 2]
+    entries = tuple(BlockLoss(0, widths, 48, planted[widths]) for widths in anchors)
+    space = replace(TOY, layers=(layer,))
+    for choice in search_of(BlockLosses(entries), UnitScores((scores,)), space).layers[0]:
+        assert choice.loss == pytest.approx(planted[choice.widths], abs=1e-6)
+    few = tuple(entry for entry in entries if entry.widths.experts in (0, 8))
+    with pytest.raises(BudgetError, match="experts of layer 0"):
+        search_of(BlockLosses(few), UnitScores((scores,)), space)
+
+
 def test_noise_between_anchors_does_not_make_less_better() -> None:
     found = _losses(a2=0.3, a1=0.2, a0=0.9, m4=0.0, m2=1.4, m0=0.6, gone=1.7)
     search = search_of(found, UnitScores((SCORES,)), TOY)

@@ -19,8 +19,9 @@ from pyprune.checkpoint.load import ModelSource
 from pyprune.errors import CheckpointError, UnsupportedModelError
 from pyprune.families import check_table, family_for, serving_obstacle
 from pyprune.families.base import BLOCKS
-from pyprune.fit.choices import Obstacle
+from pyprune.fit.choices import NO_GROUPS, Obstacle, Routers
 from pyprune.fit.profile import DENSE
+from pyprune.fit.quantities import Widths
 from pyprune.fit.sizes import FFN_MULTIPLES
 from pyprune.plan import PrunePlan, kv_head_of
 
@@ -35,7 +36,7 @@ Model = tuple[Path, Mapping[str, Any]]
 """A written probe: its checkpoint folder or GGUF file, and its config.json as plain data."""
 
 
-def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePlan]:
+def probe_plans(dense: PrunePlan, dtype: str = "bfloat16", routers: Routers = NO_GROUPS) -> dict[str, PrunePlan]:
     """Name -> plan of every probe, the dense model first and the most informative ones next.
 
     Cuts for which the model is too small are left out (KV groups of a model with one, every second layer of one layer).
@@ -44,6 +45,7 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePla
         dense: the plan that removes nothing.
         dtype: format of the weights. Widths are multiples of its blocks, as in searches: llama.cpp would write matrices
             of other widths in another format than its K-quants.
+        routers: of the mixtures.
 
     Raises:
         UnsupportedModelError: the layers of the model differ, or have other blocks than attention and MLP.
@@ -59,12 +61,14 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePla
         DENSE: dense,
         "half of the layers": dense.drop_layers(every_second),
         "half of the FFN": _with_ffn(dense, 1 / 2, step),
+        "half of the experts": _with_experts(dense, 1 / 2, routers),
         "no attention in every second layer": _without(dense, every_second, query_heads=(), kv_heads=()),
         "no MLP in every second layer": _without(dense, every_second, ffn=()),
         "three quarters of the hidden size": _with_hidden(dense, 3 / 4, step),
         "a third of the KV groups": _with_groups(dense, 1 / 3),
         "unequal layers": _unequal(dense, step),
         "a quarter of the FFN": _with_ffn(dense, 1 / 4, step),
+        "a quarter of the experts": _with_experts(dense, 1 / 4, routers),
         "half of the hidden size": _with_hidden(dense, 1 / 2, step),
         "fewer query heads in each group": _with_queries(dense, 2 / 3),
         "two thirds of the KV groups": _with_groups(dense, 2 / 3),
@@ -73,7 +77,7 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16") -> dict[str, PrunePla
     seen: set[tuple[object, ...]] = set()
     distinct = {}
     for name, plan in plans.items():
-        shape = (len(plan.hidden), *(layer.widths for layer in plan.layers))
+        shape = (len(plan.hidden), *map(Widths.of, plan.layers))
         if shape not in seen:
             distinct[name] = plan
         seen.add(shape)
@@ -97,6 +101,15 @@ def _with_ffn(plan: PrunePlan, share: float, step: int) -> PrunePlan:
     width = range(_round_to_step(share, plan.dense.intermediate_size, step))
     for index in plan.kept_layers:
         plan = plan.with_layer(index, ffn=width)
+    return plan
+
+
+def _with_experts(plan: PrunePlan, share: float, routers: Routers) -> PrunePlan:
+    """Keep a share of the experts of every mixture; of a model without any, nothing changes."""
+    for index in plan.kept_layers:
+        if whole := plan.dense.units("experts", index):
+            count = max(routers.fewest, round(share * whole / routers.groups) * routers.groups)
+            plan = plan.with_layer(index, experts=routers.first(count, whole))
     return plan
 
 

@@ -20,6 +20,7 @@ from pyprune.config.base import Config, option
 from pyprune.data.stream import position_limit
 from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
+from pyprune.fit.choices import Routers
 from pyprune.fit.formats import WEIGHT_FORMATS
 from pyprune.fit.profile import DENSE, Probe, Product, Profile, Timing, accelerators, installed_versions, this_machine
 from pyprune.fit.profiling.probes import Model, dense_config, probe_plans, write_served
@@ -196,7 +197,7 @@ class _Run:
     def take(self, work: Path) -> None:
         """Take every sample, group by group; the dense model remains loaded if there is room for two engines."""
         o, identity = self.options, family_for(self.config).plan(self.config)
-        plans = probe_plans(identity, self.dtype)
+        plans = probe_plans(identity, self.dtype, Routers.of(self.config, identity.dense))
         dense = self._write(DENSE, plans.pop(DENSE), work)
         if dense is None:
             raise BudgetError(f"The dense model cannot be run with {self.engine}: {'; '.join(self.notes)}.")
