@@ -75,12 +75,12 @@ def options_of(name: str) -> tuple[Config, dict[str, list[str]], dict[str, str]]
     """Return the options of a name, those that no stage would read, and those that other values switch off."""
     from pyprune.config.run import ReconstructCheckpointConfig, RecoverCheckpointConfig
     from pyprune.fit.options import FitOptions
-    from pyprune.methods.registry import presets
+    from pyprune.methods.registry import OTHER_NAMES, presets
     from pyprune.run.recipe import build_config, switched_off, unread
 
     if name in OTHERS:
         return (RecoverCheckpointConfig, ReconstructCheckpointConfig, FitOptions)[OTHERS.index(name)](), {}, {}
-    if name not in presets():
+    if name not in (*presets(), *OTHER_NAMES):
         raise ConfigError(did_you_mean(name, [*presets(), *OTHERS], "method, preset or command"))
     config = build_config(preset=name)
     return config, unread(config), switched_off(config)

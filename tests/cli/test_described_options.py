@@ -51,6 +51,12 @@ def test_the_command_lists_them_and_says_what_nothing_reads() -> None:
     assert "elder.anneal_share (with elder.schedule 'published')" in published.stdout
 
 
+def test_the_recommended_name_has_options() -> None:
+    listed = run("options", "best", "--find", "ridges")
+    assert listed.exit_code == 0, listed.output
+    assert "cut.least_squares.ridges" in listed.stdout
+
+
 def test_an_option_that_nothing_reads_is_found_with_the_reason() -> None:
     listed = run("options", "taylor", "--find", "hidden_multiple")
     assert listed.exit_code == 0, listed.output
