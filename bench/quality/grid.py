@@ -316,8 +316,7 @@ def _conditions(rows: Sequence[Json]) -> str:
     read = (f"{name} ({format_cell(texts[name][0] or 'all')} tokens)" for name in _order_texts(texts))
     shared = ", ".join(f"{name} {setting[name]}" for name in sorted(setting))
     machines = sorted({machine_label(machine_of(row["environment"])) for row in rows})
-    commits = sorted({str(row["environment"]["commit"])[:10] for row in rows})
-    return f"{shared}; perplexity on {', '.join(read)}. Commits {', '.join(commits)}; {'; '.join(machines)}."
+    return f"{shared}; perplexity on {', '.join(read)}. {'; '.join(machines)}."
 
 
 def _order_texts(names: Iterable[str]) -> list[str]:
