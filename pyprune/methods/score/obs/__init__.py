@@ -30,7 +30,7 @@ def _obs() -> PruneConfig:
     """Optimal Brain Surgeon over the FFN channels on a mixture of texts; as many of every layer but the outer ones."""
     # Heads are closed (score.axes opens them): on SmolLM2-135M a cut that removes some loses more than was estimated,
     # and is worse than one of channels alone. Costs are nats and compare between layers, but they are costs of single
-    # layers: one order over all layers lets some lose too much (docs/results/names.md).
+    # layers: one order over all layers lets some lose too much (docs/reference/methods/obs.md).
     return choose_by_score(scoring_config("obs", ObsOptions(dtype="auto")), axes=("ffn",), ranking="local")
 
 
