@@ -103,6 +103,7 @@ def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
             "exceptions",
             "gemma4",
             "gguf_forms",
+            "gguf_mixers",
             "gguf_types",
             "infer",
             "latent",

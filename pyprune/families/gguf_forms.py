@@ -166,7 +166,12 @@ class GgufForm:
         if "experts" in row.axes or shared:
             parts = ("gate", "up") if fused else ("down",)
             return self._known(*(f"{BLOCK}ffn_{part}_{'shexp' if shared else 'exps'}.{kind}" for part in parts))
-        found = tensor_names(self.architecture)(owner)
+        find = tensor_names(self.architecture)
+        found = find(owner) or find(owner.replace("model.", "backbone.", 1))  # as older classes call it
+        if ("ffn", "ffn") in row.axes and found is None:
+            return self._known(*(f"{BLOCK}ffn_{part}.{kind}" for part in ("gate", "up")))
+        if found and "ffn" in row.axes:
+            found = found.removesuffix("_shexp")  # in models without experts it is the MLP
         if found is None and self.fused_qkv:
             found = tensor_names("llama")(owner)
         if found is None:  # sinks of attention are a parameter without a module
@@ -178,7 +183,8 @@ class GgufForm:
     def changes_of(self, pattern: str) -> dict[str, Change]:
         """Return the name patterns of :attr:`parts` that a parameter becomes, and what they hold of it."""
         found = (parts for end, parts in self.parts.items() if pattern.endswith(end))
-        return {BLOCK + name: change for name, change in next(found, {}).items()}
+        block = BLOCK if "{i}" in pattern else ""
+        return {block + name: change for name, change in next(found, {}).items()}
 
     def key_of(self, pattern: str) -> str | None:
         """Return the key that holds the numbers of a parameter instead of a tensor, or None."""

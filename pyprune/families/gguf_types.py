@@ -19,6 +19,7 @@ from pyprune.families.gguf_forms import (
     GgufSizes,
     window_period,
 )
+from pyprune.families.gguf_mixers import MIXERS, convolution
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,11 +94,6 @@ def _ministral3_scaling(config: PretrainedConfig, sizes: GgufSizes) -> dict[str,
     return {"attention.temperature_scale": float(config.rope_parameters.get("llama_4_scaling_beta") or 0)}
 
 
-def _convolution(values: Any, config: PretrainedConfig) -> Any:
-    """Drop the dimension of groups: [channels, 1, taps] in, [channels, taps] out."""
-    return values.squeeze(1)
-
-
 def _latent_keys(values: Any, config: PretrainedConfig) -> Any:
     """Take the rows that make keys: [heads x (nope + v), rank] in, [heads, rank, nope] out."""
     heads = values.unflatten(0, (-1, config.qk_nope_head_dim + config.v_head_dim))
@@ -161,13 +157,14 @@ LFM2 = GgufForm(
     "lfm2",
     (),
     square=True,
-    parts={"conv.conv.weight": {"shortconv.conv.weight": _convolution}},
+    parts={"conv.conv.weight": {"shortconv.conv.weight": convolution}},
     metadata=_short_convolution,
 )
 LLAMA4_CHUNK = 8192
 """Tokens of LLaMA 4 that see each other in layers with rotary positions."""
 GELU = "gelu_pytorch_tanh"
 FORMS: Mapping[str, GgufForm] = {
+    **MIXERS,
     "apertus": GgufForm(
         "apertus",
         (),
@@ -255,7 +252,9 @@ NEARLY: Mapping[str, str] = {
         ("gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_neox", "phi", "starcoder2"),
         "up to 5e-3: llama.cpp looks GELU up in a table of float16",
     ),
+    "falcon_mamba": "up to 1e-3: llama.cpp's norms in mixers add layer_norm_epsilon, the model's mixer_rms_eps",
     "glm4_moe_lite": "5e-5: llama.cpp's norms of the latents add rms_norm_eps, the model's 1e-6",
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "rounding in float32: 6e-5"),
 }
 """Type -> by how much log probabilities differ, and why; those of all others differ by less than 1e-5."""
 _UNNAMED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -329,7 +330,7 @@ def planned_tensors(model: Model) -> Iterator[Planned]:
             if model.form.own_head and model.sizes.tied and pattern == "token_embd.weight":
                 yield replace(planned, name="output.weight")
     for name, buffer in model.buffers.items():
-        for pattern, form_change in model.form.changes_of(name).items():
+        for pattern, form_change in model.form.changes_of(re.sub(r"\.\d+\.", ".{i}.", name, count=1)).items():
             yield _planned_buffer(model, name, buffer, pattern, form_change)
     for index, ((_, _, ffn), (_, has_mlp)) in enumerate(zip(model.sizes.layers, model.sizes.has_blocks, strict=True)):
         if has_mlp and not ffn:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from pyprune.checkpoint.save import save_checkpoint
 from pyprune.cut.compact import compact_
 from pyprune.families import all_families
+from pyprune.families.base import cut_axes
 from pyprune.families.gemma4 import GIVEN
 from pyprune.families.gguf_types import FORMS
 from pyprune.serving.gguf.layout import GgufRules
@@ -42,11 +43,16 @@ VALUES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"tie_word_embeddings": True},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", *["sparse"] * 4], "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"mamba_n_groups": 1},
     "hyperclovax": {"use_post_norm": False},
     "lfm2_moe": {"tie_word_embeddings": True},
+    **{name: {"expand": 2, "intermediate_size": 256} for name in ("falcon_mamba", "mamba")},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1},
     "ministral": _WIDE_WINDOW,
     "olmoe": _EACH_HEAD,
     "qwen2_moe": {"mlp_only_layers": []},
+    **{name: {"linear_key_head_dim": 12} for name in ("qwen3_5_moe_text", "qwen3_5_text")},
+    "qwen3_next": {"mlp_only_layers": [], "linear_key_head_dim": 12},
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "smollm3": {"no_rope_layer_interval": 4, "use_sliding_window": False},
 }
@@ -75,6 +81,7 @@ def written(name: str, folder: Path, **changes: Any) -> tuple[PreTrainedModel, G
     model = gguf_model(name, **changes)
     rules = GgufRules(model.config, [key for key, _ in model.named_parameters()])
     plan, cut = uniform_cut(model, removed=REMOVED.get(name, [1]), obstacle=rules.obstacle)
+    cut = tuple(axis for axis in cut if axis in cut_axes(plan))
     cut = (
         (*cut, "experts")
         if any("experts" in block.axes for block in plan.dense.kinds.get("mixture", {}).values())

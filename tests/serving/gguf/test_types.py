@@ -50,6 +50,7 @@ def test_any_layers_may_have_a_window(name: str, tmp_path: Path) -> None:
     assert difference(model, report.path) < (5e-3 if name in NEARLY else 1e-5)
 
 
+MAMBA = "linear_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -64,8 +65,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
             "deepseek_v2",
             {"q_lora_rank": None, "num_hidden_layers": 27, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 25},
         ),
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 46}),
+        ("granitemoehybrid", {"position_embedding_type": "rope"}),
+        ("nemotron_h", {"layers_block_type": [MAMBA, "full_attention", "moe", MAMBA, "moe"]}),
+        ("falcon_mamba", {"mixer_rms_eps": 1e-5}),
     ],
-    ids=("YaRN", "groups of experts", "groups without latents", "Lite"),
+    ids=(
+        *("YaRN", "groups of experts", "groups without latents", "Lite"),
+        *("without experts", "with positions", "with experts", "one epsilon"),
+    ),
 )
 def test_variants_are_exact(name: str, values: dict[str, Any], tmp_path: Path) -> None:
     model = gguf_model(name, **values)
@@ -181,6 +189,11 @@ def test_experts_are_read_one_by_one_from_the_files_of_the_hub(tmp_path: Path) -
         ("deepseek_v3", {"rope_interleave": False}, "channels 2j and 2j"),
         ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_layer_interval": 2}, "dense layers are the first ones"),
         ("exaone4", {"sliding_window": 6, "sliding_window_pattern": 4}, "windows in models of 64 layers alone"),
+        ("falcon_h1", {"tie_word_embeddings": True}, "a head of its own"),
+        ("granitemoehybrid", {"mamba_n_groups": 2}, "normalise each of 2 groups"),
+        ("mamba", {"intermediate_size": 96}, "256 channels wide"),
+        ("nemotron_h", {"layers_block_type": [MAMBA, "full_attention", "mlp", "moe", MAMBA]}, "all dense or all"),
+        ("qwen3_5_text", {"linear_key_head_dim": 10}, "equally wide keys and values"),
         ("gemma2", {"layer_types": ["full_attention"] * 5}, "some of its layers have a sliding window"),
         ("gemma2", {"final_logit_softcapping": None}, "limits scores and logits"),
         ("lfm2_moe", {"tie_word_embeddings": False}, "no place for lm_head"),
@@ -202,6 +215,15 @@ def test_what_an_architecture_cannot_hold_is_refused_with_the_reason(
     model = gguf_model(name, **values)
     rules = GgufRules(model.config, [name for name, _ in model.named_parameters()])
     assert reason in str(rules.obstacle(family_for(model).plan(model.config)))
+
+
+@pytest.mark.second
+def test_layers_of_any_kind_may_follow_each_other(tmp_path: Path) -> None:
+    """As after layers were removed."""
+    model = gguf_model("qwen3_next", layer_types=["full_attention", "full_attention", MAMBA, MAMBA, "full_attention"])
+    save_checkpoint(model, byte_level_tokenizer(), tmp_path / "model", plan=None, provenance={})
+    report = export_gguf(tmp_path / "model", tmp_path / "model.gguf", quantise="f32")
+    assert difference(model, report.path) < 1e-4
 
 
 def test_unequal_numbers_of_experts_are_refused() -> None:
