@@ -30,8 +30,8 @@ CLIPS = tuple(1 - step / 40 for step in range(13))
 """Shares of a group's largest weight that the search tries as the end of its range: 1 to 0.7."""
 SHOWN_PROBLEMS = 1
 EXPERTS_STAY = (
-    "compressed-tensors' formats are for linear layers, and experts of a mixture are none: they would stay as they "
-    "are, where vLLM reads rounded ones. Write a GGUF file (q8_0 and others), which rounds experts, or do not round."
+    "compressed-tensors' formats are for linear layers, and experts of a mixture are none: they would keep their "
+    "dtype, where vLLM reads rounded ones. Write a GGUF file (q8_0 and others), which rounds experts, or do not round."
 )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from pyprune.config.base import LARGEST_WEIGHT, Config, option
+from pyprune.config.base import LARGEST_INDEX, LARGEST_WEIGHT, Config, option
 from pyprune.config.data import DataConfig
 from pyprune.config.train import LARGEST_BATCH
 
@@ -55,12 +55,15 @@ class CutConfig(Config):
             samples and sequence length are those of the method's text, as for recovery_data.
         least_squares: options of least_squares.
         batch_size: sequences in one forward pass of the reconstruction; null = as many as make 2,048 tokens.
+        experts_per_token: experts that each token of a mixture reads from the start of the run on, fewer than in the
+            dense model (num_experts_per_tok); null = as many. A teacher of the recovery reads as many as before.
     """
 
     reconstruct: Literal["none", "bias", "least_squares"] = "none"
     data: DataConfig | None = None
     least_squares: ReconstructConfig = field(default_factory=ReconstructConfig)
     batch_size: int | None = option(None, at_least=1, at_most=LARGEST_BATCH)
+    experts_per_token: int | None = option(None, at_least=1, at_most=LARGEST_INDEX)
 
     @property
     def idle(self) -> dict[str, str]:

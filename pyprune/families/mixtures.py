@@ -7,13 +7,13 @@ have the axis ``shared_ffn`` of the same block, and ``experts`` counts those bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pyprune.errors import PlanError
+from pyprune.errors import ConfigError, PlanError
 from pyprune.families.base import MIXTURE, Axis, Block, Family, decoder_blocks, is_mixture
 from pyprune.plan import DECODER, BlockSizes, PrunePlan
 
@@ -26,6 +26,8 @@ SHARED_WIDTH = "shared_expert_width"
 """Field of pruned configurations: channels of the shared experts, if their stock field counts experts."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+FIXED = {"phimoe": 2}
+"""Type whose routers choose this many experts, whatever the configuration names."""
 MIN_OF_GROUP = 2
 """Experts of a group that its rank is made of."""
 DENSE_WIDTHS = ("intermediate_size_mlp", "prefix_dense_intermediate_size", "dense_intermediate_size")
@@ -180,6 +182,35 @@ def block_sizes(
 def chosen_experts(config: Any) -> int:
     """Return how many experts the routers of a model choose for a token."""
     return next(int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None)))
+
+
+def read_fewer_experts_(config: Any, modules: Iterable[Any], count: int) -> None:
+    """Let the routers of a model with mixtures choose fewer experts for a token.
+
+    Args:
+        config: of the model.
+        modules: all of the model; none where they are not made yet.
+        count: experts of a token.
+
+    Raises:
+        ConfigError: tokens read fewer experts, or their number is no choice of the type.
+    """
+    if fixed := FIXED.get(config.model_type):
+        raise ConfigError(
+            f"cut.experts_per_token is {count}, and routers of {config.model_type!r} models choose {fixed} experts "
+            "whatever their configuration names. Leave it out."
+        )
+    chosen = chosen_experts(config)
+    if not 1 <= count <= chosen:
+        raise ConfigError(
+            f"cut.experts_per_token is {count}, and each token of this model reads {chosen} experts. Give 1 to "
+            f"{chosen}."
+        )
+    for name in (name for name in CHOSEN_COUNTS if getattr(config, name, None)):
+        setattr(config, name, count)
+    for module in modules:
+        for name in {*vars(module)} & {"top_k", *CHOSEN_COUNTS}:
+            setattr(module, name, count)
 
 
 def expert_groups(config: PretrainedConfig) -> int:

@@ -25,6 +25,7 @@ from pyprune.cut.target import Target
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, family_for
+from pyprune.families.mixtures import read_fewer_experts_
 from pyprune.methods.base import PlanDecision, PlanRequest, Prepare, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
@@ -328,6 +329,16 @@ class Stages:
 
     def __post_init__(self) -> None:
         config, model = self.config, self.model
+        if (count := config.cut.experts_per_token) is not None:
+            if "experts" not in family_for(model).sizes(model.config).axes:
+                raise ConfigError(
+                    f"cut.experts_per_token is {count}, and this {model.config.model_type!r} model has no mixtures of "
+                    "experts. Leave it out."
+                )
+            files = getattr(self, "files", self.stored)
+            if files is not None and files.config is not model.config:
+                read_fewer_experts_(files.config, (), count)
+            read_fewer_experts_(model.config, model.modules(), count)
         before, after = self.text.data, self.text.recovery_data
         stages = (*config.stages.before, *config.stages.after)
         adapted = "recover" in stages and config.recover.adapters == "lora"
