@@ -221,21 +221,25 @@ _FALCON_PARTS: Parts = {
 }
 MAMBA = GgufForm("mamba", (), parts=MAMBA_PARTS, obstacle=_doubled_obstacle, metadata=_scan)
 QWEN35 = GgufForm("qwen35", (), parts=_QWEN35_PARTS, obstacle=_delta_net_obstacle, metadata=_qwen35)
+GRANITE = GgufForm(
+    "granitehybrid",
+    (),
+    adjacent_pairs=True,
+    normed_experts=True,
+    dense_first=False,
+    parts=MAMBA2_PARTS,
+    obstacle=_one_group_obstacle,
+    metadata=_granite,
+)
 MIXERS: Mapping[str, GgufForm] = {
+    "bamba": replace(
+        GRANITE, metadata=lambda config, sizes: _head_scan(config, sizes) | {"rope.scaling.finetuned": True}
+    ),
     "falcon_h1": GgufForm(
         "falcon-h1", (), own_head=True, parts=_FALCON_PARTS, obstacle=_falcon_obstacle, metadata=_head_scan
     ),
     "falcon_mamba": replace(MAMBA, metadata=lambda config, sizes: _scan(config, sizes) | {"ssm.dt_b_c_rms": True}),
-    "granitemoehybrid": GgufForm(
-        "granitehybrid",
-        (),
-        adjacent_pairs=True,
-        normed_experts=True,
-        dense_first=False,
-        parts=MAMBA2_PARTS,
-        obstacle=_one_group_obstacle,
-        metadata=_granite,
-    ),
+    "granitemoehybrid": GRANITE,
     "jamba": GgufForm(
         "jamba", (), square=True, normed_experts=False, dense_first=False, parts=MAMBA_PARTS, metadata=_scan
     ),

@@ -128,6 +128,17 @@ def _latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, A
     return values
 
 
+def _whole_latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    """Return the keys of latent attention that llama.cpp computes with keys and values of heads."""
+    return {
+        "attention.key_length": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length": config.v_head_dim,
+        "attention.kv_lora_rank": config.kv_lora_rank,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "rope.dimension_count": config.qk_rope_head_dim,
+    }
+
+
 def _latent_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
     if not getattr(config, "rope_interleave", True):
         return "rotary positions turn channels 2j and 2j + 1"
@@ -213,6 +224,12 @@ FORMS: Mapping[str, GgufForm] = {
         LLAMA, architecture="granite", metadata=lambda config, sizes: {"logit_scale": 1 / config.logits_scaling}
     ),
     "jais2": GgufForm("jais2", (*DECODER_BIASES, *LAYER_NORM_BIASES), "relu2"),
+    "minicpm3": GgufForm(
+        "minicpm3",
+        (),
+        obstacle=_needs(scale_emb=12, dim_model_base=256, scale_depth=1.4),
+        metadata=_whole_latent_attention,
+    ),
     "minimax_m2": GgufForm("minimax-m2", own_head=True, normed_experts=True, gating=2),
     "llama4_text": GgufForm(
         "llama4",
@@ -255,16 +272,17 @@ NEARLY: Mapping[str, str] = {
     "falcon_mamba": "up to 1e-3: llama.cpp's norms in mixers add layer_norm_epsilon, the model's mixer_rms_eps",
     "glm4_moe_lite": "5e-5: llama.cpp's norms of the latents add rms_norm_eps, the model's 1e-6",
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "rounding in float32: 6e-5"),
+    "minicpm3": "rounding in float32: 3e-5",
 }
 """Type -> by how much log probabilities differ, and why; those of all others differ by less than 1e-5."""
 _UNNAMED = {
     **{"cohere2_moe": "cohere2moe", "granite_swa": "granite_swa", "granitemoe_swa": "granite_swa"},
-    **{"hy_v3": "hy_v3", "laguna": "laguna", "mellum": "mellum"},
+    **{"deepseek_v32": "deepseek32", "hy_v3": "hy_v3", "laguna": "laguna", "mellum": "mellum"},
 }
 REFUSED: Mapping[str, str] = {
     **{name: f"the package gguf 0.19 does not name llama.cpp's {known}" for name, known in _UNNAMED.items()},
     **dict.fromkeys(
-        ("aria_text", "bamba", "doge", "flex_olmo", "nanochat", "olmo_hybrid", "opt"),
+        ("aria_text", "axk1", "doge", "flex_olmo", "nanochat", "olmo_hybrid", "opt"),
         "llama.cpp has no architecture for it",
     ),
     "phimoe": "llama.cpp's phimoe divides by the root mean square, and the model's LayerNorm subtracts the mean first",

@@ -382,7 +382,8 @@ def _arranged(model: Model, row: Row, pattern: str, part: int, parts: int, value
     if values.ndim == 3 and (row.fused_dim == 2 or row.axes[1] == "ffn"):
         values = values.transpose(1, 2)  # the outputs of an expert are its rows
     if model.form.adjacent_pairs and pattern.startswith((BLOCK + "attn_q.", BLOCK + "attn_k.")):
-        values = _adjacent_pairs(values, model.sizes.head_dim)
+        turned = int(model.sizes.head_dim * rope_parameters(model.config).get("partial_rotary_factor", 1.0))
+        values = _adjacent_pairs(values, model.sizes.head_dim, turned)
     if parts == 1:
         return values
     dim = values.ndim - 1 if row.is_bias else values.ndim - 2
@@ -398,10 +399,17 @@ def _whole_axes(values: Tensor, head_dim: int) -> Tensor:
     return values.view(-1, 3, head_dim, *rest).transpose(0, 1).reshape(values.shape)
 
 
-def _adjacent_pairs(values: Tensor, head_dim: int) -> Tensor:
-    """Put channels j and j + head_dim / 2 of every head next to each other: [heads x head_dim, ...] in and out."""
-    rest = values.shape[1:]
-    return values.view(-1, 2, head_dim // 2, *rest).transpose(1, 2).reshape(values.shape)
+def _adjacent_pairs(values: Tensor, head_dim: int, turned: int) -> Tensor:
+    """Put channels j and j + turned / 2 of every head next to each other: [heads x head_dim, ...] in and out.
+
+    Args:
+        values: of queries or keys.
+        head_dim: channels of a head.
+        turned: how many of them, the first ones, have rotary positions.
+    """
+    order = torch.arange(head_dim, device=values.device)
+    order[:turned] = order[:turned].view(2, -1).T.reshape(-1)
+    return values.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
 
 
 def _fuse(index: int, parts: list[Planned]) -> Planned:

@@ -43,7 +43,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"tie_word_embeddings": True},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", *["sparse"] * 4], "n_group": 1, "topk_group": 1},
-    "granitemoehybrid": {"mamba_n_groups": 1},
+    **{name: {"mamba_n_groups": 1} for name in ("bamba", "granitemoehybrid")},
     "hyperclovax": {"use_post_norm": False},
     "lfm2_moe": {"tie_word_embeddings": True},
     **{name: {"expand": 2, "intermediate_size": 256} for name in ("falcon_mamba", "mamba")},

@@ -201,6 +201,7 @@ def test_experts_are_read_one_by_one_from_the_files_of_the_hub(tmp_path: Path) -
         ("llama4_text", {"num_local_experts": 128}, "not in models of 128 experts"),
         ("llama4_text", {"no_rope_layers": [1, 1, 0, 1, 1]}, "each fourth"),
         ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size = 8192"),
+        ("minicpm3", {"scale_emb": 10}, "scale_emb = 12"),
         ("mixtral", {"attention_bias": True, "hidden_act": "gelu"}, "uses silu, the model's gelu"),
         ("olmoe", {"num_key_value_heads": 2}, "query heads has a key and a value"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = True"),
