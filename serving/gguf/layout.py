@@ -409,7 +409,7 @@ def _adjacent_pairs(values: Tensor, head_dim: int, turned: int) -> Tensor:
     """
     order = torch.arange(head_dim, device=values.device)
     order[:turned] = order[:turned].view(2, -1).T.reshape(-1)
-    return values.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1)
+    return values.view(-1, head_dim, *values.shape[1:])[:, order].reshape(values.shape)
 
 
 def _fuse(index: int, parts: list[Planned]) -> Planned:
