@@ -286,6 +286,9 @@ def _predictions(
         counted.append((f"weights in {name} + {cache} (MB)", cache, 1e6))
         for label, quantity, unit in counted:
             rows.append((label, {who: costs[who].predict(quantity, plans[who]) / unit for who in plans}))
+            if quantity.kind == "parameters" and measured.chosen:
+                active = {who: float(costs[who].active(plans[who], measured.chosen)) for who in plans}
+                rows.append(("parameters that a token reads", active))
     return rows
 
 
@@ -300,4 +303,4 @@ def _prediction_table(plan: PrunePlan, rows: list[tuple[str, dict[str, float]]])
 
 
 def _cell(name: str, value: float) -> Cell:
-    return int(value) if name == "parameters" else float(value)
+    return int(value) if name.startswith("parameters") else float(value)

@@ -145,6 +145,11 @@ class Row:
         """True for vectors with a number for each expert: biases of a router, corrections of its choice, scales."""
         return "experts" in self.axes and {*self.axes} <= {"experts", "inner"}
 
+    @property
+    def of_each_expert(self) -> bool:
+        """True for the matrices and biases of experts, of which a token reads those of the chosen ones."""
+        return self.axes[:1] == ("experts",) and (len(self.axes) > 2 or (self.is_bias and not self.counts_experts))
+
     def axis_dim(self, axis: Axis) -> int | None:
         """The dimension that counts ``axis`` and nothing else, or None."""
         return self.axes.index(axis) if axis in self.axes else None

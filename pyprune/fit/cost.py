@@ -162,6 +162,20 @@ class ExactCosts(CostModel):
     def head_pair(self, quantity: Quantity) -> float:
         return 0.0
 
+    def active(self, plan: PrunePlan, chosen: int) -> int:
+        """Count the parameters of a plan that one token reads: of a mixture, those of the experts chosen for it.
+
+        Args:
+            plan: of the dense model.
+            chosen: experts that each token reads; 0 = the model has no mixtures.
+        """
+        unread = 0
+        for widths in map(Widths.of, plan.layers):
+            rows = [(row, shape) for row, shape in self.inner[widths.kind] if row.of_each_expert and widths.experts]
+            whole = sum(prod(self._shape(row, shape, len(plan.hidden), widths)) for row, shape in rows)
+            unread += whole // widths.experts * (widths.experts - chosen) if rows else 0
+        return int(self.predict(Quantity("parameters"), plan)) - unread
+
     def _keeps(self, block: BlockSizes, widths: Widths) -> bool:
         """Return whether a layer of these widths has a block: one with heads or FFN channels left, or a closed one."""
         kept = [n for axis, n in _units(widths).items() if axis in block.axes]

@@ -49,6 +49,23 @@ def test_every_choice_of_every_layer_is_counted_exactly(model_type: str) -> None
     assert costs.predict(PARAMETERS, plan) == parameters_after(family, shapes, plan)
 
 
+@torch.no_grad()
+def test_parameters_that_a_token_reads_are_those_of_its_experts() -> None:
+    """As many as the same model with no more experts than a token reads, and the whole router."""
+    for model_type in ("mixtral", "gpt_oss", "glm4_moe"):
+        model = tiny_inferred(model_type)
+        identity, costs = family_for(model).plan(model.config), ExactCosts.of(model.config)
+        plan, least, routers = identity, identity, 0
+        for layer in identity.layers:
+            if layer.units("experts"):
+                plan = plan.with_layer(layer.index, experts=range(3 + layer.index % 3))
+                least = least.with_layer(layer.index, experts=range(2))
+                bias = model_type == "gpt_oss"
+                routers += (1 + layer.index % 3) * (identity.dense.hidden_size + bias)
+        assert costs.active(plan, 2) == costs.predict(PARAMETERS, least) + routers
+        assert costs.active(plan, 2) < costs.predict(PARAMETERS, plan)
+
+
 def test_a_layer_without_heads_and_ffn_is_not_a_removed_one() -> None:
     space = Space.of(family_for(model := tiny_inferred("nemotron_h")).plan(model.config))
     mixer = next(layer for layer in space.layers if layer.dense.sizes == (0, 0, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 
 from pyprune.errors import BudgetError
+from pyprune.families import family_for
 from pyprune.fit.choices import Routers
-from pyprune.fit.cost import Costs
+from pyprune.fit.cost import Costs, ExactCosts
 from pyprune.fit.measured import PAIRS, MeasuredCosts, distinct_experts, features, ratios_to_dense, relative_seconds
 from pyprune.fit.profile import DENSE, Probe, Profile, Timing
 from pyprune.fit.profiling.probes import probe_plans
 from pyprune.fit.quantities import Quantity, Widths
 from pyprune.plan import BlockSizes, PrunePlan, Sizes, attention_and_mlp
+from tests._support.cli import run
+from tests._support.stock import served_model
 from tests.fit._profiles import GENERATION, PLANTED, PREFILL, fake_profile, identity, planted
 
 
@@ -78,6 +82,26 @@ def test_times_of_mixtures_follow_from_the_experts_that_a_step_touches(tmp_path:
     assert abs(saved[0]) < 1e-6 < 0.1 < saved[1]
     stored = MeasuredCosts(Profile.load(costs.profile.save(tmp_path / "profile.json")))
     assert stored.predict(quantities[1], plan) == pytest.approx(costs.predict(quantities[1], plan))
+
+
+def test_predict_shows_stored_parameters_and_those_that_a_token_reads(tmp_path: Path) -> None:
+    config = served_model("mixtral").config
+    identity = family_for(config).plan(config)
+    probes = [Probe.of(name, plan) for name, plan in probe_plans(identity, routers=Routers(1, 2)).items()]
+    timings = [Timing(probe.name, PREFILL, 0, float(i), 1.0) for i, probe in enumerate(probes)]
+    facts = ("transformers", "float32", {}, {}, "mixtral", identity.dense, config.to_dict())
+    profile = Profile(*facts, tuple(probes), tuple(timings)).save(tmp_path / "profile.json")
+    plan = identity.with_layer(0, experts=range(3)).with_layer(3, experts=range(2))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    facts_file = tmp_path / "predicted.json"
+    done = run("predict", tmp_path / "plan.json", "--profile", profile, "--allow-mismatch", "--json", facts_file)
+    assert done.exit_code == 0, done.output
+    predicted = json.loads(facts_file.read_text())["predicted"]
+    costs = ExactCosts.of(config)
+    assert predicted["parameters"]["plan"] == costs.predict(Quantity("parameters"), plan)
+    assert predicted["parameters that a token reads"]["plan"] == costs.active(plan, 2)
+    saved = {name: predicted[name]["dense"] - predicted[name]["plan"] for name in [*predicted][1:3]}
+    assert saved["parameters"] > 100 * saved["parameters that a token reads"] > 0, "rows of routers alone"
 
 
 def test_what_the_features_cannot_hold_shows_in_the_probe_left_out() -> None:
