@@ -15,8 +15,10 @@ from pyprune.families.gguf_forms import (
     LAYER_NORM_BIASES,
     LLAMA,
     QKV_BIASES,
+    Change,
     GgufForm,
     GgufSizes,
+    same,
     window_period,
 )
 from pyprune.families.gguf_mixers import MIXERS, convolution
@@ -122,8 +124,8 @@ def _latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, A
     }
     if config.q_lora_rank is not None:
         values["attention.q_lora_rank"] = config.q_lora_rank
-    rope = config.rope_parameters
-    if rope["rope_type"] == "yarn":  # llama.cpp divides by 0.1 again
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":  # llama.cpp divides by 0.1 again
         values |= {"rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"], "rope.scaling.attn_factor": 1.0}
     return values
 
@@ -156,11 +158,50 @@ def _dense_latent_attention(config: PretrainedConfig, sizes: GgufSizes) -> dict[
     return _latent_attention(config, sizes) | experts
 
 
+def _third(part: int) -> Change:
+    """Return a change that takes one of the three parts of the rows: of queries, keys or values."""
+    return lambda values, config: values.chunk(3)[part]
+
+
+def _kimi_linear(config: PretrainedConfig, sizes: GgufSizes) -> dict[str, Any]:
+    return _latent_attention(config, sizes) | {
+        "attention.head_count_kv": [int(attention) for attention, _ in sizes.has_blocks],
+        "kda.head_dim": config.linear_head_dim,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+    }
+
+
+def _kimi_linear_obstacle(config: PretrainedConfig, sizes: GgufSizes) -> str | None:
+    if config.q_lora_rank is not None:
+        return "its queries have no latent rank"
+    count, attention = config.linear_num_heads, sizes.heads[0]
+    if count != attention:
+        return f"its linear attention has {attention} heads as its attention, the model's {count}"
+    return None
+
+
+LATENT_PARTS = {"kv_b_proj.weight": {"attn_k_b.weight": _latent_keys, "attn_v_b.weight": _latent_values}}
+KIMI_LINEAR = GgufForm(
+    "kimi-linear",
+    (),
+    own_head=True,
+    gating=2,
+    parts={
+        **LATENT_PARTS,
+        "conv1d.weight": {f"ssm_conv1d_{name}.weight": _third(part) for part, name in enumerate("qkv")},
+        "dt_bias": {"ssm_dt.bias": same},
+        "A_log": {"ssm_a": lambda values, config: -values.exp().reshape(-1, 1)},
+        "f_a_proj.weight": {"ssm_f_a.weight": same},
+        "f_b_proj.weight": {"ssm_f_b.weight": same},
+    },
+    obstacle=_kimi_linear_obstacle,
+    metadata=_kimi_linear,
+)
 LATENT = GgufForm(
     "deepseek2",
     (),
     yarn=True,
-    parts={"kv_b_proj.weight": {"attn_k_b.weight": _latent_keys, "attn_v_b.weight": _latent_values}},
+    parts=LATENT_PARTS,
     obstacle=_latent_obstacle,
     metadata=_latent_attention,
 )
@@ -242,6 +283,7 @@ FORMS: Mapping[str, GgufForm] = {
         metadata=lambda config, sizes: {"interleave_moe_layer_step": config.interleave_moe_layer_step},
     ),
     "ministral": LLAMA,
+    "kimi_linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2_moe": replace(LFM2, architecture="lfm2moe", normed_experts=True, gating=2),
     "ministral3": replace(LLAMA, architecture="mistral3", metadata=_ministral3_scaling),
@@ -272,6 +314,7 @@ NEARLY: Mapping[str, str] = {
     "falcon_mamba": "up to 1e-3: llama.cpp's norms in mixers add layer_norm_epsilon, the model's mixer_rms_eps",
     "glm4_moe_lite": "5e-5: llama.cpp's norms of the latents add rms_norm_eps, the model's 1e-6",
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), "rounding in float32: 6e-5"),
+    "kimi_linear": "4e-4: llama.cpp's norms of latents, queries and keys add rms_norm_eps, the model's 1e-6",
     "minicpm3": "rounding in float32: 3e-5",
 }
 """Type -> by how much log probabilities differ, and why; those of all others differ by less than 1e-5."""

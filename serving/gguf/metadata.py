@@ -18,6 +18,8 @@ from pyprune.serving.gguf.blocks import Array
 from pyprune.serving.gguf.layout import ZERO_FFN, Model, rope_parameters, rope_type
 
 USED = (*CHOSEN_COUNTS, "moe_k")
+UNLIMITED = 1 << 20
+"""Tokens of the longest sequence of models without a limit, such as those without positions."""
 UNROTATED = 1e30
 """Divisor of the rotary frequency of channels that are not turned."""
 SCALES = ("routed_scaling_factor", "route_scale")
@@ -183,7 +185,7 @@ def context_length(config: PretrainedConfig, form: GgufForm) -> tuple[int, list[
         config: of the model.
         form: the architecture of llama.cpp that it is written as.
     """
-    whole = scaled_positions(config.to_dict())  # llama.cpp's server takes no longer sequences
+    whole = scaled_positions(config.to_dict()) or UNLIMITED  # llama.cpp's server takes no longer sequences
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     unused = kinds is not None and "sliding_attention" not in kinds

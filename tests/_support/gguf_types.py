@@ -45,6 +45,9 @@ VALUES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"mlp_layer_types": ["dense", *["sparse"] * 4], "n_group": 1, "topk_group": 1},
     **{name: {"mamba_n_groups": 1} for name in ("bamba", "granitemoehybrid")},
     "hyperclovax": {"use_post_norm": False},
+    "kimi_linear": {
+        **{"q_lora_rank": None, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", *["sparse"] * 4]},
+    },
     "lfm2_moe": {"tie_word_embeddings": True},
     **{name: {"expand": 2, "intermediate_size": 256} for name in ("falcon_mamba", "mamba")},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1},

@@ -69,10 +69,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         ("granitemoehybrid", {"position_embedding_type": "rope"}),
         ("nemotron_h", {"layers_block_type": [MAMBA, "full_attention", "moe", MAMBA, "moe"]}),
         ("falcon_mamba", {"mixer_rms_eps": 1e-5}),
+        ("glm4_moe_lite", {"rms_norm_eps": 1e-6}),
     ],
     ids=(
         *("YaRN", "groups of experts", "groups without latents", "Lite"),
-        *("without experts", "with positions", "with experts", "one epsilon"),
+        *("without experts", "with positions", "with experts", "one epsilon", "one epsilon of GLM"),
     ),
 )
 def test_variants_are_exact(name: str, values: dict[str, Any], tmp_path: Path) -> None:
@@ -197,6 +198,7 @@ def test_experts_are_read_one_by_one_from_the_files_of_the_hub(tmp_path: Path) -
         ("gemma2", {"layer_types": ["full_attention"] * 5}, "some of its layers have a sliding window"),
         ("gemma2", {"final_logit_softcapping": None}, "limits scores and logits"),
         ("lfm2_moe", {"tie_word_embeddings": False}, "no place for lm_head"),
+        ("kimi_linear", {"linear_num_heads": 2}, "heads as its attention"),
         ("llama4_text", {"moe_layers": [2, 4]}, "its mixtures are each layer number 2"),
         ("llama4_text", {"num_local_experts": 128}, "not in models of 128 experts"),
         ("llama4_text", {"no_rope_layers": [1, 1, 0, 1, 1]}, "each fourth"),
