@@ -182,7 +182,7 @@ FAULTS = (
     Fault(
         "GGUF: rotary channels keep their order",
         "serving/gguf/layout.py",
-        ".transpose(1, 2).reshape(values.shape)",
+        "[:, order].reshape(values.shape)",
         ".reshape(values.shape)",
         "serving/gguf/test_gguf.py",
     ),
