@@ -35,8 +35,8 @@ def read_mapping(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
         raise CheckpointError(f"{path} could not be read: {error.strerror}. Check its permissions.") from error
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated, or no JSON in UTF-8 (without a "
-            "byte order mark, comments and commas at the end). Correct it, or fetch or write it again."
+            f"{path} is not valid JSON ({one_line(str(error))}): it is truncated or damaged, or no JSON in UTF-8 "
+            "(without a byte order mark, comments and commas at the end). Correct it, or fetch or write it again."
         ) from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} holds {shown(data)}, where an object in braces belongs; fetch it again.")

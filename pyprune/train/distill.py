@@ -192,8 +192,8 @@ class _StreamView:
         if sizes != planned:
             raise ConfigError(
                 f"distill.hidden compares streams, but the student has {sizes[0]} layers of hidden size {sizes[1]}, "
-                f"and the plan keeps {planned[0]} of {planned[1]} ({plan.summary()}). Give the student's own plan, or "
-                "set distill.hidden to 0."
+                f"and the plan keeps {planned[0]} layers of {planned[1]} ({plan.summary()}). Give the plan of the cut, "
+                "or set distill.hidden to 0."
             )
         self.pairs = _pairs(family, plan)
         self.kept: Tensor | None = torch.tensor(plan.hidden) if plan.removed_hidden else None

@@ -74,8 +74,8 @@ class Removal:
         if decision.count > len(open_layers):
             raise ConfigError(
                 f"ratio {request.ratio} (of {request.ratio_of or 'layers'}) removes {decision.count} of {total} "
-                f"{UNIT_NAMES[unit]}, but only {len(open_layers)} may be removed: the first {keep_first} and last "
-                f"{keep_last} layers are kept. Use a smaller ratio, or keep fewer (keep_first, keep_last)."
+                f"{UNIT_NAMES[unit]}, but only {len(open_layers)} may be removed: the first {keep_first} and the "
+                f"last {keep_last} layers are kept. Use a smaller ratio, keep_first or keep_last."
             )
         return cls(request, unit, open_layers, decision.count, decision.notes)
 
