@@ -14,6 +14,8 @@ from difflib import get_close_matches
 LONGEST_MESSAGE = 4000
 """Characters of an error message; damaged input must not fill a terminal or a log."""
 
+FEW_NAMES = 8
+"""Names that are listed beside one that was probably meant."""
 LONGEST_NAME = 200
 """Characters of a name or path that a message repeats as it is."""
 
@@ -100,14 +102,17 @@ def install_command(extra: str) -> str:
 def did_you_mean(value: str, allowed: Iterable[str], what: str) -> str:
     """Return "Unknown <what> 'value'. Did you mean 'x'? Available: ..." for an error message.
 
-    A value that is longer than a name (:data:`LONGEST_NAME`) is cut off, and nothing like it is looked for.
+    Beside a name that is like the value, only a few of the others are listed. A value that is longer than a name
+    (:data:`LONGEST_NAME`) is cut off, and nothing like it is looked for.
     """
     names = sorted(allowed)
     # The search takes the product of both lengths: minutes for a megabyte.
     close = get_close_matches(value, names, n=1) if len(value) <= LONGEST_NAME else []
     hint = f" Did you mean {close[0]!r}?" if close else ""
     seen = repr(value) if len(value) <= LONGEST_NAME else shown(value)
-    return f"Unknown {what} {seen}.{hint} Available: {', '.join(names)}."
+    rest = len(names) - FEW_NAMES if close else 0
+    listed = f"{', '.join(names[:FEW_NAMES])} and {rest} more" if rest > 1 else ", ".join(names)
+    return f"Unknown {what} {seen}.{hint} Available: {listed}."
 
 
 class _Shown(reprlib.Repr):

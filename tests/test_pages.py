@@ -65,6 +65,16 @@ def test_the_conclusions_quote_figures_of_the_pages_that_they_link_to() -> None:
     assert quoted > 15
 
 
+def test_the_readme_quotes_figures_of_the_pages_that_it_links_to() -> None:
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    section = readme.split("## What it is worth\n")[1].split("\n## ")[0]
+    linked = re.findall(r"\]\(docs/results/([\w-]+\.md)\)", section)
+    known = {n for name in linked for n in FIGURE.findall((DOCS / "results" / name).read_text(encoding="utf-8"))}
+    figures = FIGURE.findall(re.sub(r"\]\(.*?\)", "", section))
+    assert [figure for figure in figures if figure not in known] == []
+    assert len(figures) > 20
+
+
 def test_a_changed_output_is_printed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\necho no\necho 'a b'\n```\n\nWords.\n\n<!-- printed -->\nold\n<!-- end -->\n\nMore.\n")

@@ -308,6 +308,8 @@ def test_an_unknown_name_of_a_megabyte_is_cut_off_and_not_compared() -> None:
     assert "Did you mean" not in message
     assert "..." in message
     assert did_you_mean("eldr", ["elder"], "method") == "Unknown method 'eldr'. Did you mean 'elder'? Available: elder."
+    many = did_you_mean("bset", ["best", *"abcdefghijkl"], "method")
+    assert many == "Unknown method 'bset'. Did you mean 'best'? Available: a, b, best, c, d, e, f, g and 5 more."
 
 
 def test_other_text_of_the_cut_is_as_much_as_the_method_reads() -> None:
