@@ -20,7 +20,8 @@ STOCK = frozenset(
         *("granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense"),
         *("hunyuan_v1_moe", "hyperclovax", "jais2", "llama4_text", "mellum", "ministral", "ministral3"),
         *("mixtral", "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss"),
-        *("smollm3", "granitemoehybrid", "hy_v3", "nemotron_h", "solar_open", "stablelm"),
+        *("smollm3", "granitemoehybrid", "hy_v3", "mamba2", "gemma4_unified_text", "nemotron_h"),
+        *("solar_open", "stablelm"),
     )
 )
 """Types that vLLM serves with Transformers' log probabilities, equal to 1e-5."""
@@ -32,16 +33,25 @@ NEARLY: Mapping[str, str] = {
 """Type -> why the log probabilities differ by more than that, in texts of 150 tokens by less than 0.01."""
 REFUSED: Mapping[str, str] = {
     "aria_text": "vLLM has a class of the whole model alone, not of its text part",
+    "axk1": "vLLM's class has a norm behind the MLP of dense layers, and Transformers' has none",
     "bamba": "vLLM has no class of it, and its Transformers backend does not take the mixer",
     "doge": "vLLM has no class of it, and its Transformers backend answers otherwise",
     "phimoe": "vLLM knows an older name of its class, and its Transformers backend fails in the experts",
+    "youtu": "vLLM's Transformers backend has no kernel for its heads; with VLLM_MLA_DISABLE=1 it is exact",
 }
 """Type -> why vLLM does not load it, or answers otherwise than Transformers."""
 NOT_ON_CPU: Mapping[str, str] = {
     **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), "selective scans have no kernel there"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe"),
+        "the kernel of rotary positions there takes queries of several heads for those of one",
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "its sparse attention has no kernel there"),
     "ernie4_5_moe": "its router leaves out the biases of experts there",
     **dict.fromkeys(("laguna", "minimax_m2"), "its router has no kernel there"),
+    "kimi_linear": "its linear attention needs Triton",
     "olmo_hybrid": "its gated delta nets need Triton",
+    "qwen3_next": "its gated delta nets need bfloat16 there",
 }
 """Type -> why vLLM does not serve it on a CPU. No GPU was tried."""
 
@@ -57,6 +67,12 @@ def _not_square(config: Mapping[str, Any]) -> str | None:
     if not head_dim or not heads or hidden == heads * head_dim:
         return None
     return f"vLLM derives the head size as {hidden} / {heads}, not {head_dim}"
+
+
+def _other_lfm2(config: Mapping[str, Any]) -> str | None:
+    if config.get("model_type") == "lfm2" and not config.get("conv_dim"):
+        return "vLLM reads conv_dim of config.json, which published models have and this one lacks"
+    return _untied(config) or _not_square(config)
 
 
 def _not_alternating(config: Mapping[str, Any]) -> str | None:
@@ -126,12 +142,13 @@ CONDITIONS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "gemma2"), _untied),
     **dict.fromkeys(
         (
-            *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "lfm2_moe", "olmoe"),
+            *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jamba", "olmoe"),
             "qwen2_moe",
         ),
         _not_square,
     ),
     "hy_v3": _dense_later,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _other_lfm2),
     "llama4_text": _uneven_mixtures,
     "gpt_oss": _not_alternating,
 }

@@ -46,10 +46,16 @@ SERVED_VALUES: dict[str, dict[str, Any]] = {
     "cohere2": {**_TIED, "sliding_window": 256},
     "cohere2_moe": {**_TIED, "sliding_window": 256},
     "ernie4_5_moe": {"moe_layer_end_index": 4},
-    "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 16},
     "gemma2": _TIED,
-    "gemma4_text": {"global_head_dim": 64},
+    **{name: {"global_head_dim": 64} for name in ("gemma4_text", "gemma4_unified_text")},
+    "lfm2": {**_TIED, "conv_dim": 128, "conv_dim_out": 128, "block_dim": 128},
+    "lfm2_moe": _TIED,
+    "glm4_moe_lite": {
+        **{"mlp_layer_types": ["dense", *["sparse"] * 4], "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "intermediate_size": 256},
     "hy_v3": {
         **{"mlp_layer_types": ["dense", *["sparse"] * 4], "first_k_dense_replace": 1, "expert_hidden_dim": 44},
         **{"qk_norm": True, "route_norm": True},

@@ -442,7 +442,9 @@ def test_each_type_has_one_verdict_of_vllm() -> None:
     assert {*verdicts, *CONDITIONS} <= {*all_families(), *INFERRED}
 
 
-@pytest.mark.parametrize(("name", "reason"), [("apertus", "pyprune has no layout"), ("doge", "has no architecture")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("mimo_v2_flash", "pyprune has no layout"), ("doge", "has no architecture")]
+)
 def test_a_type_without_a_gguf_form_is_refused_with_the_reason(name: str, reason: str, tmp_path: Path) -> None:
     folder = write_model(tiny_inferred(name), tmp_path / "dense")
     message = refused("export", folder, "--format", "gguf", "--out", tmp_path / "model.gguf")
