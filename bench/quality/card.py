@@ -261,7 +261,7 @@ def _ratio(best: Json, text: str, row: Json) -> str:
 
 
 def _columns(rows: Sequence[Json]) -> list[Column]:
-    cut = [row for row in rows if row["case"]["cut"]]
+    cut = [row for row in rows if row["case"]["cut"] and not row["case"]["seed"]]  # pairs read the same text
     best = min(cut, key=lambda row: row["figures"]["perplexity"]["wikitext-2"], default=None)
     columns = [Column("parameters", lambda row: f"{row['figures']['parameters'] / 1e6:.1f}M", first)]
     for text in TEXTS:
@@ -290,7 +290,7 @@ GRID = Grid(
     layout=Layout(
         ("row", "calibration"),
         _columns,
-        order=lambda row: (row["case"]["cut"], row["figures"]["perplexity"]["wikitext-2"]),
+        order=lambda row: (row["case"]["cut"], row["case"].get("seed", 0), row["figures"]["perplexity"]["wikitext-2"]),
         section="cut",
         title=lambda row: f"{row['case']['cut']}:" if row["case"]["cut"] else "",
         command=figure("command"),

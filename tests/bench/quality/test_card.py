@@ -10,6 +10,7 @@ import pytest
 from bench.quality.__main__ import main
 from bench.quality.card import CUTS, GRID
 from bench.quality.grid import show
+from tests._support.paths import REPO
 from tests._support.text import write_text
 
 FILES = ("wikitext2_raw/test.txt", "books/pride_and_prejudice.txt", "c4_sample/valid.jsonl", "c4_sample/train.jsonl.gz")
@@ -58,3 +59,14 @@ def test_a_row_is_run_measured_and_compared(tmp_path: Path, capsys: pytest.Captu
     table = show([dense, cut, better], GRID.layout)
     assert "times better" in table
     assert "1.65 (1.65 to 1.65)" in table
+
+
+def test_ratios_compare_rows_of_one_seed() -> None:
+    """Rows of one seed read the same text, and only their pieces are pairs."""
+    lines = (REPO / "bench" / "results" / "card.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["case"]["cut"].startswith("20 %")]
+    seeds = [row["case"]["seed"] for row in rows if (row["case"]["row"], row["case"]["calibration"]) == ("obs", "web")]
+    assert len(seeds) == 3
+    line = next(line for line in show(rows, GRID.layout).splitlines() if line.startswith("| obs | web |"))
+    assert line.count("1.00 (1.00 to 1.00)") == 3
+    assert "(36.3 to 38.2)" in line
