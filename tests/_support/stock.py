@@ -72,7 +72,7 @@ SERVED_VALUES: dict[str, dict[str, Any]] = {
 
 
 REFUSED_VALUES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in CONDITIONS},
+    **{name: {} for name in CONDITIONS if name != "olmoe"},  # whose stock class has no other heads
     **{name: {"tie_word_embeddings": False} for name in ("cohere", "cohere2", "cohere2_moe", "gemma2")},
     "hy_v3": {"first_k_dense_replace": 2},
 }
