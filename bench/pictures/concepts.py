@@ -110,7 +110,7 @@ def reconstruction() -> Drawing:
 
 
 def objectives() -> Drawing:
-    """What a recovery learns from."""
+    """Draw what a recovery learns from."""
     drawing = Drawing(
         760,
         232,

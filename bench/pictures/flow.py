@@ -18,7 +18,7 @@ STEP = 21.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of a layer.
+    """Holds what is kept of a layer.
 
     Attributes:
         heads: numbers of its heads.

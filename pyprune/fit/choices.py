@@ -108,6 +108,10 @@ class Routers(NamedTuple):
         """Read them off the configuration of a model of these sizes."""
         return cls(expert_groups(config), fewest_experts(config)) if "experts" in dense.axes else cls()
 
+    def nearest(self, share: float, whole: int) -> int:
+        """Return the number of experts nearest to a share of ``whole`` that a layer may keep."""
+        return max(self.fewest, round(share * whole / self.groups) * self.groups)
+
     def first(self, count: int, whole: int) -> list[int]:
         """Return the first of the experts of each group, ``count`` of ``whole`` together."""
         size = whole // self.groups
@@ -318,8 +322,7 @@ def _ffn(whole: int, options: ChoiceOptions) -> tuple[int, ...]:
 
 def _experts(whole: int, options: ChoiceOptions, routers: Routers) -> tuple[int, ...]:
     """Return numbers of experts in descending order; (0,) of a layer that is no mixture."""
-    groups = routers.groups
-    counts = {max(routers.fewest, round(share * whole / groups) * groups) for share in options.expert_shares}
+    counts = {routers.nearest(share, whole) for share in options.expert_shares}
     return (whole, *sorted((count for count in counts if count < whole), reverse=True))
 
 

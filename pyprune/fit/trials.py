@@ -46,8 +46,8 @@ from pyprune.methods.score._structures import StructureScores
 from pyprune.methods.score.base import Scoring
 from pyprune.methods.score.taylor import TaylorOptions
 from pyprune.plan import PrunePlan
-from pyprune.probe.activations import frozen_eval, gather_moments
-from pyprune.probe.experts import ExpertSums, expert_modules
+from pyprune.probe.activations import frozen_eval
+from pyprune.probe.experts import ExpertSums, expert_modules, read_experts
 from pyprune.probe.streams import LayerRunner, Part
 from pyprune.runtime.device import warn_of_slow_dtype, working_dtype
 from pyprune.runtime.progress import track, warn
@@ -119,12 +119,11 @@ def _scores_of(scores: StructureScores, layer: int, axis: str) -> tuple[float, .
 
 def _expert_scores(model: PreTrainedModel, samples: Tensor) -> dict[int, tuple[float, ...]]:
     """Return layer -> REAP's score of each of its experts; {} of a model without mixtures."""
-    modules = expert_modules(model)
-    if not modules:
+    sums = {layer: ExpertSums() for layer in expert_modules(model)}
+    if not sums:
         return {}
-    sums = {layer: ExpertSums() for layer in modules}
     with frozen_eval(model):
-        gather_moments(LayerRunner.of(model), samples, others={modules[layer]: sums[layer] for layer in modules})
+        read_experts(LayerRunner.of(model), samples, sums)
     return {layer: tuple(reap.score(each).tolist()) for layer, each in sums.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from pyprune.errors import UnsupportedModelError
 from pyprune.families import named_axes
+from pyprune.probe.activations import gather_moments
+from pyprune.probe.streams import LayerRunner
 
 
 def expert_modules(model: PreTrainedModel) -> dict[int, str]:
@@ -110,6 +112,22 @@ class ExpertSums:
             if self._kinds is not None:
                 kinds = self._kinds[begin : self._read][tokens.cpu()]
                 self.by_kind[:, expert] += kinds.bincount(minlength=len(self.by_kind))
+
+
+def read_experts(runner: LayerRunner, samples: Tensor, sums: Mapping[int, ExpertSums]) -> None:
+    """Run a model on samples, and add what the experts of each layer do to their sums.
+
+    Args:
+        runner: of the layers.
+        samples: token ids, int64 [N, T].
+        sums: by layer, of those that have experts.
+
+    Raises:
+        DataError: there is no sample.
+        UnsupportedModelError: the experts show no tokens that each of them reads.
+    """
+    modules = expert_modules(runner.model)
+    gather_moments(runner, samples, others={modules[layer]: each for layer, each in sums.items()})
 
 
 class ExpertNorms:

@@ -135,8 +135,9 @@ class Stages:
         stored = self.stored if self.division.on_host else None
         model = self.model if stored is None else stored.model()  # without weights, as a method that streams expects
         # Where every process decides for itself the first one's counts: states of the others would be in its way.
-        run = replace(self._run("decide") if together or processes.first() else RunOptions(), stored=self.stored)
-        run = replace(run, further=self.text.further.ids, kinds=self.text.data.kinds + self.text.further.kinds)
+        run = self._run("decide") if together or processes.first() else RunOptions()
+        kinds = self.text.data.kinds + self.text.further.kinds
+        run = replace(run, stored=self.stored, further=self.text.further.ids, kinds=kinds)
         with divide_training(self.division) if together else self._alone():
             decision = method.decide(model, self.text.data.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})

@@ -11,7 +11,7 @@ not included.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -327,23 +327,23 @@ def _product_of_shapes(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 def _modules_of_shapes(*models: nn.Module | None) -> Iterator[None]:
     """Replace torch's fused attention and products of experts by those above in the block; eager attention is kept."""
     bases = [cast(Any, m).get_base_model() if hasattr(m, "get_base_model") else m for m in models]
-    fused = [base for base in bases if isinstance(base, PreTrainedModel) and base.config._attn_implementation in FUSED]
-    mixtures = [base for base in bases if isinstance(base, PreTrainedModel) and base._can_set_experts_implementation()]
-    before = [base.config._attn_implementation for base in fused], [m.config._experts_implementation for m in mixtures]
+    own = [base for base in bases if isinstance(base, PreTrainedModel)]
+    before: list[tuple[Callable[[str], None], str]] = []
     products = moe._grouped_mm
     try:
         moe._grouped_mm = _product_of_shapes
-        for base in fused:
-            base.set_attn_implementation(ATTENTION)
-        for base in mixtures:
-            base.set_experts_implementation("grouped_mm")
+        for base in own:
+            if base.config._attn_implementation in FUSED:
+                before.append((base.set_attn_implementation, base.config._attn_implementation))
+                base.set_attn_implementation(ATTENTION)
+            if base._can_set_experts_implementation():
+                before.append((base.set_experts_implementation, base.config._experts_implementation))
+                base.set_experts_implementation("grouped_mm")
         yield
     finally:
         moe._grouped_mm = products
-        for base, name in zip(fused, before[0], strict=True):
-            base.set_attn_implementation(name)
-        for base, name in zip(mixtures, before[1], strict=True):
-            base.set_experts_implementation(name)
+        for restore, name in before:
+            restore(name)
 
 
 def _moments(parameter: Tensor, config: TrainConfig) -> int:

@@ -108,8 +108,7 @@ def _with_experts(plan: PrunePlan, share: float, routers: Routers) -> PrunePlan:
     """Keep a share of the experts of every mixture; of a model without any, nothing changes."""
     for index in plan.kept_layers:
         if whole := plan.dense.units("experts", index):
-            count = max(routers.fewest, round(share * whole / routers.groups) * routers.groups)
-            plan = plan.with_layer(index, experts=routers.first(count, whole))
+            plan = plan.with_layer(index, experts=routers.first(routers.nearest(share, whole), whole))
     return plan
 
 

@@ -18,8 +18,7 @@ from pyprune.methods.experts import ExpertOptions, RankedOptions
 from pyprune.methods.layers._units import layer_runner
 from pyprune.methods.ratio import floor_count, share_of_parameters, sufficient_ratio
 from pyprune.plan import spread
-from pyprune.probe.activations import gather_moments
-from pyprune.probe.experts import ExpertSums, expert_modules
+from pyprune.probe.experts import ExpertSums, expert_modules, read_experts
 
 FLOOR = 64
 """Tokens that each expert should have seen; a warning counts those that saw fewer."""
@@ -230,16 +229,15 @@ def decide_by_sums(
     if not samples.numel():
         raise DataError(f"{request.method} scores experts on calibration text; give samples.")
     runner = layer_runner(model, run)
-    modules = expert_modules(runner.model)
     further = run.further.split(len(samples)) if run.further is not None and len(run.further) else ()
     names = tuple(dict.fromkeys(run.kinds))
     kinds = None
     if len(names) > 1 and len(run.kinds) == len(samples) + sum(map(len, further)):
         kinds = torch.tensor([names.index(kind) for kind in run.kinds]).repeat_interleave(samples.shape[1])
-    sums = {layer: ExpertSums(kinds) for layer in modules}
+    sums = {layer: ExpertSums(kinds) for layer in expert_modules(runner.model)}
     read = 0
     for batch in (samples, *further):
-        gather_moments(runner, batch, others={modules[layer]: sums[layer] for layer in modules})
+        read_experts(runner, batch, sums)
         read += len(batch)
         if all(bool((each.tokens >= FLOOR).all()) for each in sums.values()):
             break
