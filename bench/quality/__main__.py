@@ -15,9 +15,18 @@ import sys
 from collections.abc import Sequence
 
 from bench._command import exit_status
-from bench.quality import axes, card, commands, compare, reconstruction, rounding, scores
+from bench.quality import axes, card, commands, compare, mixtures, reconstruction, rounding, scores
 
-GRIDS = (card.GRID, compare.GRID, scores.GRID, axes.GRID, reconstruction.GRID, rounding.GRID, commands.GRID)
+GRIDS = (
+    card.GRID,
+    compare.GRID,
+    scores.GRID,
+    axes.GRID,
+    reconstruction.GRID,
+    rounding.GRID,
+    commands.GRID,
+    mixtures.GRID,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

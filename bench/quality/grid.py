@@ -312,11 +312,13 @@ def _group(rows: Iterable[Json], key: Callable[[Json], Any]) -> list[list[Json]]
 
 def _conditions(rows: Sequence[Json]) -> str:
     setting = dict(rows[0]["setting"])
-    texts = setting.pop("texts")
-    read = (f"{name} ({format_cell(texts[name][0] or 'all')} tokens)" for name in _order_texts(texts))
+    texts = setting.pop("texts", {})
+    read = [f"{name} ({format_cell(texts[name][0] or 'all')} tokens)" for name in _order_texts(texts)]
     shared = ", ".join(f"{name} {setting[name]}" for name in sorted(setting))
+    if read:
+        shared += f"; perplexity on {', '.join(read)}"
     machines = sorted({machine_label(machine_of(row["environment"])) for row in rows})
-    return f"{shared}; perplexity on {', '.join(read)}. {'; '.join(machines)}."
+    return " ".join(f"{part}." for part in (shared, "; ".join(machines)) if part)
 
 
 def _order_texts(names: Iterable[str]) -> list[str]:

@@ -3,8 +3,10 @@
 Three quarters of the FFN channels of each layer, those that add most, become its shared expert. The others are divided
 into experts of equal width by the tokens on which they are active together. A router predicts the experts whose output
 is large, and all down projections are solved to give the dense layer's output under that choice. Everything is
-deterministic, and takes 160 CPU seconds for SmolLM2-135M. The result is a GLM-4 MoE model. Each token reads 8 of 16
-experts, and the perplexity on 3,072 tokens of WikiText-2 is 24.7 (dense 21.5), of a novel 26.1 (23.1).
+deterministic, and takes 160 CPU seconds for SmolLM2-135M. The result is a GLM-4 MoE model. Each token reads 10 of 16
+experts: with so many the perplexity is within 10 % of the dense model's. On 3,072 tokens of WikiText-2 it is 23.6
+(dense 21.5), of a novel 25.3 (23.1). With 8 experts it is 24.7 and 26.1, and 48 steps of distillation make that 24.0
+and 25.7, in 450 further CPU seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EXPERTS = 16
-CHOSEN = 8
+CHOSEN = 10
 """Experts of a token, besides the shared one."""
 SEQUENCES, LENGTH, SEED = 32, 512, 7
 """Text of the clustering, the router and the solution."""
