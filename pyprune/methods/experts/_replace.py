@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -78,6 +78,10 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
                 losses[index], removed[index] = mixture.remove(counts[index], choice.groups, samples.shape[1])
                 sums[index] = mixture.sums
     return choice.decision_of(removed, notes, losses, sums)
+
+
+class _WeightsRead(Exception):
+    """Ends a block whose router has chosen: a shared expert would take most of the time of a choice."""
 
 
 class Mixture:
@@ -165,14 +169,15 @@ class Mixture:
 
         def read(*args: Tensor) -> Tensor:
             calls.append(args)
-            return torch.zeros_like(args[0])
+            raise _WeightsRead
 
         total = len(self._experts.down_proj)
         close_experts(self._router, removed, total)
         try:
             with replaced_forwards({self._experts: read}):
                 for args, kwargs in self._calls:
-                    self._block(*args, **kwargs)
+                    with suppress(_WeightsRead):
+                        self._block(*args, **kwargs)
         finally:
             close_experts(self._router, (), total)
         chosen, weights = (torch.cat([call[i] for call in calls]) for i in (1, 2))
