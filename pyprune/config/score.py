@@ -23,6 +23,8 @@ class ScoreConfig(Config):
 
     Attributes:
         axes: the axes whose structures may be removed.
+        further_axes: axes (heads or ffn) that are open too if the others would lose too much without them (a note says
+            so). Counts win over it.
         aggregation: how the structures of a group (one per matrix) become the group's score.
         ranking: global (one order over all open layers) or local (the same count in every open layer).
         normalise: numbers that a global order compares: none (the raw scores, as in the papers), size (score per
@@ -50,6 +52,7 @@ class ScoreConfig(Config):
     """
 
     axes: tuple[ScoreAxis, ...] = ("heads", "ffn")
+    further_axes: tuple[Literal["heads", "ffn"], ...] = ()
     aggregation: Literal["sum", "mean", "max", "prod"] = "sum"
     ranking: Literal["local", "global"] = "global"
     normalise: Literal["none", "size", "axis", "layer"] = "none"
@@ -89,9 +92,10 @@ class ScoreConfig(Config):
     def idle(self) -> dict[str, str]:
         """Return options that the values of others switch off: name -> the option and the value that do it."""
         readers = {"heads_unit": {"heads"}, "ffn_multiple": {"ffn"}, "allow_empty": {"heads", "ffn"}}
-        closed = [name for name, axes in readers.items() if axes.isdisjoint(self.axes)]
+        closed = [name for name, axes in readers.items() if axes.isdisjoint((*self.axes, *self.further_axes))]
         ends = {"closed_ends": "options that name the open layers"} if self.names_open_layers else {}
-        return dict.fromkeys(closed, f"axes {list(self.axes)}") | ends
+        further = {"further_axes": "the counts"} if self.counts else {}
+        return dict.fromkeys(closed, f"axes {list(self.axes)}") | ends | further
 
     @override
     def problems(self) -> Iterator[str]:

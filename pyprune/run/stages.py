@@ -124,7 +124,7 @@ class Stages:
             raise ConfigError("method is 'none', which decides nothing; give a plan (--plan FILE) to apply.")
         config = with_equal_widths(self.model, config)
         method = get_method(config.method)
-        check_axes_open(self.model, config)
+        config = check_axes_open(self.model, config)
         trains = config.deciding_training() is not None
         together = self.division.on_host and trains
         if not (together or self._has_weights):
@@ -373,8 +373,11 @@ def planning_config(config: PruneConfig) -> PruneConfig:
     return replace(config, stages=replace(config.stages, before=(), after=()), verify=False)
 
 
-def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
+def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> PruneConfig:
     """Refuse a method that removes from an axis that is closed in the model, before anything is computed.
+
+    Returns:
+        The options without closed axes among ``score.further_axes``.
 
     Raises:
         ConfigError: the message names the axis, the reason and the open axes.
@@ -391,6 +394,10 @@ def check_axes_open(model: PreTrainedModel, config: PruneConfig) -> None:
                 f"{config.method} removes from the axis {axis}, which is closed in this {model.config.model_type!r} "
                 f"model: {closed[axis]}. Open axes: {', '.join(names)}."
             )
+    if config.score is None:
+        return config
+    further = tuple(axis for axis in config.score.further_axes if axis not in closed)
+    return replace(config, score=replace(config.score, further_axes=further))
 
 
 def with_equal_widths(model: PreTrainedModel, config: PruneConfig) -> PruneConfig:

@@ -224,18 +224,22 @@ def open_units(request: PlanRequest) -> OpenUnits:
     """Open the structures that the options name.
 
     As many layers of ``score.closed_ends`` stay closed at each end as leave :data:`LAYERS_OF_AN_END` layers for each,
-    and no more than :data:`LARGEST_SHARE` of the open parameters to remove.
+    and no more than :data:`LARGEST_SHARE` of the open parameters to remove. If that is not enough with all layers open,
+    ``score.further_axes`` are open too.
 
     Raises:
         ConfigError: open layers that the model does not have, or axes that none of them has.
     """
     score, dense = request.score, request.identity.dense
     most = 0 if score.names_open_layers else min(score.closed_ends, dense.num_layers // LAYERS_OF_AN_END)
-    for ends in range(most, 0, -1):
-        scope = OpenUnits.of(dense, replace(score, first_layer=ends, last_layer=-1 - ends))
-        if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
-            return scope
-    scope = OpenUnits.of(dense, score)
+    further = () if score.counts else score.further_axes
+    every = tuple(dict.fromkeys((*score.axes, *further)))
+    for axes in dict.fromkeys((score.axes, every)):
+        for ends in range(most, -1, -1):
+            opened = replace(score, axes=axes)
+            scope = OpenUnits.of(dense, replace(opened, first_layer=ends, last_layer=-1 - ends) if ends else opened)
+            if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
+                return scope
     if not scope.axes:
         raise ConfigError(
             f"score.axes is {list(score.axes)}, of which the open layers of this {request.family.model_type!r} model "
@@ -299,6 +303,8 @@ def decide_by_scores(
     if request.score.closed_ends and not request.score.names_open_layers:
         first, last = ranking.scope.layers[0], ranking.scope.layers[-1]
         notes.append(f"Layers {first} to {last} are open (score.closed_ends is {request.score.closed_ends}).")
+    if more := [axis for axis in ranking.scope.axes if axis not in request.score.axes]:
+        notes.append(f"{' and '.join(more)} are open too: the other axes alone would lose too much.")
     if request.score.uniform:
         notes.append(UNIFORM_NOTE)
         if reasons := ranking.stock_obstacles(plan):
@@ -344,7 +350,7 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     if score.counts or request.ratio_of not in (None, "parameters") or share >= NEAR * request.ratio:
         return []
     steps = {"ffn": "score.ffn_multiple", "hidden": "hidden_multiple"}
-    names = [steps[axis] for axis in score.axes if axis in steps]
+    names = [steps[axis] for axis in ranking.scope.axes if axis in steps]
     closer = [f"smaller steps ({', '.join(names)})"] if names else []
     if score.is_local or score.axes == ("hidden",):
         reason = "every further step is larger than the rest of the goal"
@@ -355,7 +361,7 @@ def _shortfall(ranking: Ranking, share: float) -> list[str]:
     else:
         reason = "the next unit in the order of the scores is larger than the rest of the goal, and none is skipped"
         closer.append("the ranking 'local', which continues with smaller steps")
-    if "heads" in score.axes and ranking.scope.whole_groups and ranking.scope.dense.largest_group > 1:
+    if "heads" in ranking.scope.axes and ranking.scope.whole_groups and ranking.scope.dense.largest_group > 1:
         closer.insert(0, "query heads without their KV head (score.heads_unit=query_head)")
     advice = f" This may come closer: {'; '.join(closer)}." if closer else ""
     return [f"Only {share:.2%} of the parameters are removed, {request.ratio:.2%} were asked for: {reason}.{advice}"]

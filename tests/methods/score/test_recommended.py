@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from pyprune.families import family_for
 from pyprune.methods.registry import preset, score_presets
 from pyprune.run.recipe import build_config
+from pyprune.run.stages import check_axes_open
+from tests._support.inferred import tiny_inferred
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.options import quick
 from tests._support.scores import decision_of
@@ -59,3 +62,33 @@ def test_the_outer_layers_stay_whole_as_long_as_the_others_can_lose_the_goal() -
     assert ends_kept(6, 0.1) == (1, 1), "one layer of six at each end"
     assert ends_kept(12, 0.45) == (1, 1), "with two the others would lose more than three quarters"
     assert ends_kept(12, 0.1, ("score.layers=[0,3,11]",)) == (0, 0), "named layers win"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "settings", "opened"),
+    [
+        (0.2, (), False),
+        (0.28, (), True),
+        (0.28, ("score.further_axes=[]",), False),
+        (0.28, ("score.ffn=4",), False),
+    ],
+)
+def test_obs_removes_heads_only_where_channels_do_not_suffice(
+    ratio: float, settings: tuple[str, ...], opened: bool
+) -> None:
+    model = tiny_model("llama", num_key_value_heads=6, num_hidden_layers=12)
+    decision = decision_of(
+        model, tiny_batch(1, 8, 12), replace(build_config(preset="obs-plain", settings=settings), ratio=ratio)
+    )
+    fewer = {len(layer.query_heads) for layer in decision.plan.layers} != {6}
+    noted = any("heads are open too" in note for note in decision.notes)
+    assert (fewer, noted) == (opened, opened)
+    assert any(len(layer.ffn) < 40 for layer in decision.plan.layers)
+
+
+def test_a_closed_axis_is_not_opened() -> None:
+    config = build_config(preset="obs")
+    model = tiny_inferred("laguna")
+    assert check_axes_open(tiny_model("llama"), config) == config
+    assert "heads" in family_for(model).closed_axes(model.config)
+    assert check_axes_open(model, config).score_options.further_axes == ()
