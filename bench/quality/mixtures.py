@@ -3,9 +3,9 @@
 Two made-up Qwen3-MoE models have random weights and the layer sizes of Qwen3-30B-A3B (hidden size 2,048, 128 experts of
 768 channels, 8 of them for a token), but 2 and 4 layers and SmolLM2's vocabulary: their difference is what two layers
 take. The third is the mixture made of SmolLM2 (bench/quality/upcycle.py), as in `bench.quality card`. REAP removes half
-of the experts. Seconds and CPU seconds are of whole commands, and memory is the peak of a command's largest process.
-vLLM runs in bfloat16 and llama.cpp in Q8_0, each by turns with the dense model. A command needs what those before it
-left in --out.
+of the experts by 2,048 tokens, and by up to 8,192 while an expert saw fewer than 64 of them. Seconds and CPU seconds
+are of whole commands, and memory is the peak of a command's largest process. vLLM runs in bfloat16 and llama.cpp in
+Q8_0, each by turns with the dense model. A command needs what those before it left in --out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from bench._texts import DATA, load_dense
 from bench.quality.card import write_mixture
-from bench.quality.commands import CALIBRATION, command_columns, folders, run_step
+from bench.quality.commands import command_columns, folders, run_step
 from bench.quality.grid import Axis, Case, Grid, Layout, figure
 from pyprune.checkpoint.shards import TensorFiles
 from pyprune.runtime.records import Json
@@ -40,7 +40,8 @@ SIZES = {
 }
 """Of Qwen3-30B-A3B, as its config.json names them."""
 STAND_IN = "made of SmolLM2"
-CUT = f"prune OUT/MODEL --method METHOD --ratio 0.5 {CALIBRATION} --out OUT/MODEL-METHOD"
+TEXT = "--samples 4 --sequence-length 512 --calibration DATA/c4_sample/train.jsonl.gz"
+CUT = f"prune OUT/MODEL --method METHOD --ratio 0.5 {TEXT} --out OUT/MODEL-METHOD"
 TURNS = "--new-tokens 64 --prompt-tokens 512 --repeats 3 --precision 0 --json JSON"
 PRUNE = {
     "prune, not reconstructed": CUT.replace("METHOD", "reap-plain"),
