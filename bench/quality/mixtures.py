@@ -94,7 +94,7 @@ class Mixtures:
         if case.fields["step"] in PRUNE:
             pruned = Path(case.task.split()[-1].replace("OUT", self.places["OUT"]).replace("MODEL", name))
             report = json.loads((pruned / "pruning.json").read_text(encoding="utf-8"))["provenance"]["report"]
-            parts = {part: report[part]["seconds"] for part in ("decision", "reconstruction") if part in report}
+            parts = {part: report[part]["seconds"] for part in ("decision", "reconstruction") if report.get(part)}
             found |= {"parameters": [parameters(dense), parameters(pruned)], "parts": parts}
         return found
 
