@@ -1,11 +1,12 @@
 """Prune and serve mixtures of experts, and record what each command takes and how fast the result is.
 
 Two made-up Qwen3-MoE models have random weights and the layer sizes of Qwen3-30B-A3B (hidden size 2,048, 128 experts of
-768 channels, 8 of them for a token), but 2 and 4 layers and SmolLM2's vocabulary: their difference is what two layers
-take. The third is the mixture made of SmolLM2 (bench/quality/upcycle.py), as in `bench.quality card`. REAP removes half
-of the experts by 2,048 tokens, and by up to 8,192 while an expert saw fewer than 64 of them. Seconds and CPU seconds
-are of whole commands, and memory is the peak of a command's largest process. vLLM runs in bfloat16 and llama.cpp in
-Q8_0, each by turns with the dense model. A command needs what those before it left in --out.
+768 channels, 8 of them for a token), but 2 and 4 layers and SmolLM2's vocabulary. The third is the mixture made of
+SmolLM2 (bench/quality/upcycle.py), as in `bench.quality card`. REAP removes half of the experts by 2,048 tokens, and by
+up to 8,192 while an expert saw fewer than 64 of them. Speed depends on sizes alone, so the servers have the cut that is
+not reconstructed. Seconds and CPU seconds are of whole commands, and memory is the peak of a command's largest process.
+vLLM runs in bfloat16 and llama.cpp in Q8_0, each by turns with the dense model. A command needs what those before it
+left in --out.
 """
 
 from __future__ import annotations
@@ -43,27 +44,25 @@ STAND_IN = "made of SmolLM2"
 TEXT = "--samples 4 --sequence-length 512 --calibration DATA/c4_sample/train.jsonl.gz"
 CUT = f"prune OUT/MODEL --method METHOD --ratio 0.5 {TEXT} --out OUT/MODEL-METHOD"
 TURNS = "--new-tokens 64 --prompt-tokens 512 --repeats 3 --precision 0 --json JSON"
-PRUNE = {
-    "prune, not reconstructed": CUT.replace("METHOD", "reap-plain"),
-    "prune": CUT.replace("METHOD", "reap"),
-}
+PLAIN = {"prune, not reconstructed": CUT.replace("METHOD", "reap-plain")}
+PRUNE = PLAIN | {"prune": CUT.replace("METHOD", "reap")}
 SERVE = {
     **{
         f"serve with vLLM, {batch} at once": (
-            f"bench OUT/MODEL-reap --against OUT/MODEL --engine vllm --batch-size {batch} {TURNS}"
+            f"bench OUT/MODEL-reap-plain --against OUT/MODEL --engine vllm --batch-size {batch} {TURNS}"
         )
         for batch in (1, 16)
     },
     "export dense as GGUF": "export OUT/MODEL --format gguf --quantise q8_0 --out OUT/MODEL.gguf",
-    "export as GGUF": "export OUT/MODEL-reap --format gguf --quantise q8_0 --out OUT/MODEL-reap.gguf",
+    "export as GGUF": "export OUT/MODEL-reap-plain --format gguf --quantise q8_0 --out OUT/MODEL-reap-plain.gguf",
     **{
         f"serve with llama.cpp, {batch} at once": (
-            f"bench OUT/MODEL-reap.gguf --against OUT/MODEL.gguf --engine llamacpp --batch-size {batch} {TURNS}"
+            f"bench OUT/MODEL-reap-plain.gguf --against OUT/MODEL.gguf --engine llamacpp --batch-size {batch} {TURNS}"
         )
         for batch in (1, 16)
     },
 }
-STEPS = {"2 layers": PRUNE, "4 layers": PRUNE | SERVE, STAND_IN: PRUNE | SERVE}
+STEPS = {"2 layers": PRUNE, "4 layers": PLAIN | SERVE, STAND_IN: PLAIN | SERVE}
 """Model -> step -> the command; words in capitals are replaced."""
 
 
@@ -157,6 +156,6 @@ GRID = Grid(
     description=__doc__,
     open=lambda options, records, work: Mixtures(options),
     layout=Layout(("model", "step"), partial(command_columns, _result), command=figure("command")),
-    axes={"model": Axis([*STEPS]), "step": Axis([*STEPS[STAND_IN]])},
+    axes={"model": Axis([*STEPS]), "step": Axis([*PRUNE, *SERVE])},
     options=_options,
 )

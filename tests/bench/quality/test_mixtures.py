@@ -31,7 +31,7 @@ def test_half_of_the_experts_are_pruned_and_served(tmp_path: Path, monkeypatch: 
     (tmp_path / "c4_sample").mkdir()
     line = json.dumps({"text": prose(9000, 1)}) + "\n"
     (tmp_path / "c4_sample/train.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    steps = ["prune", "export dense as GGUF", "export as GGUF", "serve with llama.cpp, 1 at once"]
+    steps = ["prune, not reconstructed", "export dense as GGUF", "export as GGUF", "serve with llama.cpp, 1 at once"]
     chosen = {"model": ["2 layers", "4 layers"], "step": steps}
     bench = Mixtures(argparse.Namespace(data=tmp_path, out=tmp_path / "out", **chosen))
     figures: dict[tuple[str, str], Json] = {}
@@ -40,8 +40,8 @@ def test_half_of_the_experts_are_pruned_and_served(tmp_path: Path, monkeypatch: 
         assert GRID.layout.command({"figures": found}) == f"pyprune {case.task.replace(' --json JSON', '')}".replace(
             "MODEL", case.fields["model"].replace(" ", "-")
         )
-    assert list(figures) == [("2 layers", "prune"), *(("4 layers", step) for step in steps)]
-    (stored, read), (left, still) = figures["4 layers", "prune"]["parameters"]
+    assert list(figures) == [("2 layers", "prune, not reconstructed"), *(("4 layers", step) for step in steps)]
+    (stored, read), (left, still) = figures["4 layers", "prune, not reconstructed"]["parameters"]
     expert = 3 * 64 * 32
     assert stored - left == 4 * 4 * (expert + 64), "half of the experts, and of the rows of the routers"
     assert stored - read == 4 * 6 * expert
