@@ -122,7 +122,9 @@ class BlockEquations:
     """Holds the same equations for inputs in blocks, of which each token has few: one block is solved at a time.
 
     Products of inputs of two blocks are not held, but the tokens are. Each block is solved in turn for what the others
-    leave (Gauss-Seidel), :data:`SWEEPS` times from the start, or from the solution with the ridge before.
+    leave (Gauss-Seidel), :data:`SWEEPS` times from the start, or from the solution with the ridge before. A block that
+    has fewer tokens than inputs is solved by its tokens: W = start + x^T A with (x x^T + ridge) A = what the others
+    leave, of which ridge A is then left.
 
     Args:
         starts: [inputs of the block, outputs] for each block, any floating dtype; they are kept.
@@ -134,14 +136,15 @@ class BlockEquations:
         self.starts = starts
         self._chunks: list[tuple[Sequence[Part], Tensor]] = []
         self._warm: list[Tensor] = []
+        self._by_tokens: dict[int, Tensor] = {}  # number of a block -> A
 
     @property
     def nbytes(self) -> int:
-        """Bytes held during a solution: inputs and targets of the tokens, what is left of them, and two solutions."""
+        """Bytes held during a solution: inputs and targets of the tokens, what is left of them, and three solutions."""
         inputs = sum(x.nbytes for parts, _ in self._chunks for _, x in parts)
         tokens = inputs + 2 * sum(y.nbytes for _, y in self._chunks)
         largest = max(map(len, self.starts))
-        return tokens + sum(2 * 4 * start.numel() for start in self.starts) + 3 * 4 * largest**2
+        return tokens + sum(3 * 4 * start.numel() for start in self.starts) + 3 * 4 * largest**2
 
     def add(self, parts: Sequence[Part], y: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens.
@@ -156,7 +159,7 @@ class BlockEquations:
 
     def forget_sums(self) -> None:
         """Forget the solution of the tokens before, as tokens were added."""
-        self._warm = []
+        self._warm, self._by_tokens = [], {}
 
     def error(self) -> float:
         """Sum over tokens of ||y - x start||^2, weighted."""
@@ -178,15 +181,18 @@ class BlockEquations:
         sizes = [len(start) for start in self.starts]
         squares = sum(x.square().sum(dtype=torch.float64) for parts, _ in self._chunks for _, x in parts)
         penalty = ridge * float(_over_processes(torch.as_tensor(squares))) / sum(sizes)
+        few = [penalty > 0 and not processes.is_divided() and self._tokens(n) < size for n, size in enumerate(sizes)]
         for _ in range(SWEEPS):
             for number, size in enumerate(sizes):
-                solved = self._solve_block(number, size, blocks[number], left, penalty)
-                if solved is None:
+                if few[number]:
+                    solvable = self._solve_by_tokens_(number, left, penalty)
+                else:
+                    solvable = self._solve_block_(number, size, blocks, left, penalty)
+                if not solvable:
                     return None
-                for (parts, _), rest in zip(self._chunks, left, strict=True):
-                    rows, x = parts[number]
-                    rest.index_add_(0, rows, x @ (blocks[number] - solved))
-                blocks[number] = solved
+        for number, factors in self._by_tokens.items():
+            inputs = torch.cat([parts[number][1] for parts, _ in self._chunks])
+            blocks[number] = self.starts[number].float() + inputs.T @ factors
         self._warm = blocks
         return torch.cat(blocks)
 
@@ -200,9 +206,14 @@ class BlockEquations:
             left.append(rest)
         return left
 
-    def _solve_block(
-        self, number: int, size: int, block: Tensor, left: Sequence[Tensor], penalty: float
-    ) -> Tensor | None:
+    def _tokens(self, number: int) -> int:
+        return sum(len(parts[number][0]) for parts, _ in self._chunks)
+
+    def _solve_block_(
+        self, number: int, size: int, blocks: list[Tensor], left: Sequence[Tensor], penalty: float
+    ) -> bool:
+        """Solve a block for what the others leave, in place; return whether it has a solution."""
+        block = blocks[number]
         gram, moment = block.new_zeros(size, size), block.new_zeros(block.shape)
         for (parts, _), rest in zip(self._chunks, left, strict=True):
             rows, x = parts[number]
@@ -212,8 +223,34 @@ class BlockEquations:
         moment += gram @ block + penalty * self.starts[number]
         gram.diagonal().add_(penalty)
         factor, failed = torch.linalg.cholesky_ex(gram)
-        solution = None if failed else torch.cholesky_solve(moment, factor)
-        return _agreed(solution)
+        solved = _agreed(None if failed else torch.cholesky_solve(moment, factor))
+        if solved is None:
+            return False
+        for (parts, _), rest in zip(self._chunks, left, strict=True):
+            rows, x = parts[number]
+            rest.index_add_(0, rows, x @ (block - solved))
+        blocks[number] = solved
+        return True
+
+    def _solve_by_tokens_(self, number: int, left: Sequence[Tensor], penalty: float) -> bool:
+        """Solve a block of few tokens for what the others leave, in place; return whether it has a solution."""
+        x = torch.cat([parts[number][1] for parts, _ in self._chunks])
+        rows = [parts[number][0] for parts, _ in self._chunks]
+        target = torch.cat([rest[places] for rest, places in zip(left, rows, strict=True)])
+        products = x @ x.T
+        if number in self._by_tokens:
+            target += products @ self._by_tokens[number]
+        products.diagonal().add_(penalty)
+        factor, failed = torch.linalg.cholesky_ex(products)
+        if failed:
+            return False
+        self._by_tokens[number] = solved = torch.cholesky_solve(target, factor)
+        if not torch.isfinite(solved).all():
+            return False
+        parts = (penalty * solved).split([len(places) for places in rows])
+        for rest, places, part in zip(left, rows, parts, strict=True):
+            rest[places] = part
+        return True
 
 
 def _agreed(solution: Tensor | None) -> Tensor | None:

@@ -151,6 +151,40 @@ def test_blocks_are_solved_as_one_system(weighted: bool, monkeypatch: pytest.Mon
     assert blocks.nbytes > 3 * 40 * 3 * 4
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_few_tokens_have_the_same_solution_by_their_tokens(
+    weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    starts = [draw(60, 3), draw(10, 3), draw(7, 3)]
+    chunks = []
+    for _ in range(2):
+        rows = [draw(40).argsort()[:count] for count in (20, 30, 0)]
+        parts = [(places, draw(len(places), len(start))) for places, start in zip(rows, starts, strict=True)]
+        chunks.append((parts, draw(40, 3), torch.rand(40, generator=generator) if weighted else None))
+
+    def solved() -> list[Tensor]:
+        blocks, found = BlockEquations(starts), []
+        for chunk in chunks:
+            blocks.add(*chunk)
+            for ridge in (1.0, 0.1):
+                solution = blocks.solve(ridge)
+                assert solution is not None
+                found.append(solution)
+            blocks.forget_sums()
+        return found
+
+    by_tokens = solved()
+    monkeypatch.setattr(BlockEquations, "_tokens", lambda self, number: 1000)
+    for ours, by_inputs in zip(by_tokens, solved(), strict=True):
+        torch.testing.assert_close(ours, by_inputs, rtol=1e-3, atol=1e-4)
+    assert torch.equal(by_tokens[-1][70:], starts[2]), "what no token reads stays as it was"
+
+
 def test_a_block_without_tokens_is_singular_without_a_ridge() -> None:
     starts = [torch.ones(2, 3), torch.ones(2, 3)]
     blocks = BlockEquations(starts)
