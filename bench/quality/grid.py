@@ -265,7 +265,9 @@ def show(rows: Sequence[Json], layout: Layout, *, controls: bool = False) -> str
         controls: print several rows that have no section in a table of their own, too.
     """
     parts = []
-    for group in _group(rows, lambda row: json.dumps(row["setting"], sort_keys=True)):
+    groups = _group(rows, lambda row: json.dumps(row["setting"], sort_keys=True))
+    of_sections = [group for group in groups if any(row["case"].get(layout.section) for row in group)]
+    for group in of_sections or groups:  # controls alone say nothing next to other rows
         parts.append(_conditions(group))
         good = sorted((row for row in group if not row["error"]), key=layout.order)
         inside = [row for row in good if row["case"].get(layout.section)]

@@ -75,6 +75,19 @@ def test_cases_run_once_and_every_section_has_the_controls(tmp_path: Path, capsy
     assert len(ran) == 6, "one new case"
 
 
+def test_controls_of_another_setting_have_no_table_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.jsonl"
+    run([], path)
+    printed = capsys.readouterr().out
+    other = next(row for row in map(json.loads, path.read_text().splitlines()) if not row["case"]["case"])
+    other |= {"key": "other", "setting": {"model": "m", "texts": {"prose": [4, "abc"]}}}
+    path.write_text(path.read_text() + json.dumps(other) + "\n")
+    run([], path, "--table")
+    assert capsys.readouterr().out == printed
+
+
 def test_a_stopped_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     measure = FakeBench.measure
