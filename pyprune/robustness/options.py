@@ -124,7 +124,7 @@ class RobustnessConfig(Config):
             options={name: value for name, value in options.items() if not is_of_another(name, method_name)},
             settings=[text for text in self.settings if not is_of_another(text, method_name)],
         )
-        config = replace(config, score=replace(config.score_options, closed_ends=0))
+        config = replace(config, score=replace(config.score_options, closed_ends=0, further_axes=()))
         if "hidden" not in self.axes:  # nothing reads it, but it would tell scorings apart
             config = replace(config, hidden_multiple=1)
         if config.score_options.iterations > 1 or config.score_options.counts:

@@ -232,6 +232,7 @@ def test_obs_reads_the_text_of_the_others_and_scores_in_float32() -> None:
     taylor, obs = (chosen.of(method) for method in chosen.methods)
     assert obs.data == taylor.data
     assert obs.options.dtype == "float32"
+    assert obs.score_options.further_axes == (), "ranked to several ratios, of which only some would open heads"
 
 
 def test_the_table_says_how_far_from_the_minimiser_the_steps_ended(texts: tuple[Path, Path], tmp_path: Path) -> None:
