@@ -41,8 +41,10 @@ SIZES = {
 }
 """Of Qwen3-30B-A3B, as its config.json names them."""
 STAND_IN = "made of SmolLM2"
+FEWER = {STAND_IN: " --set cut.experts_per_token=8"}
+"""Of the mixture whose tokens read more experts than half."""
 TEXT = "--samples 4 --sequence-length 512 --calibration DATA/c4_sample/train.jsonl.gz"
-CUT = f"prune OUT/MODEL --method METHOD --ratio 0.5 {TEXT} --out OUT/MODEL-METHOD"
+CUT = f"prune OUT/MODEL --method METHOD --ratio 0.5FEWER {TEXT} --out OUT/MODEL-METHOD"
 TURNS = "--new-tokens 64 --prompt-tokens 512 --repeats 3 --precision 0 --json JSON"
 PLAIN = {"prune, not reconstructed": CUT.replace("METHOD", "reap-plain")}
 PRUNE = PLAIN | {"prune": CUT.replace("METHOD", "reap")}
@@ -77,7 +79,7 @@ class Mixtures:
     def cases(self) -> list[Case]:
         """Return the commands of each chosen model."""
         return [
-            Case({"model": model, "step": step}, task=words)
+            Case({"model": model, "step": step}, task=words.replace("FEWER", FEWER.get(model, "")))
             for model in self.options.model
             for step, words in STEPS[model].items()
             if step in self.options.step
