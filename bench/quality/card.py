@@ -281,6 +281,7 @@ def _ratio(best: Json, text: str, row: Json) -> str:
 
 def _columns(rows: Sequence[Json]) -> list[Column]:
     cut = [row for row in rows if row["case"]["cut"] and not row["case"]["seed"]]  # pairs read the same text
+    cut = [row for row in cut if row["case"]["calibration"] == "web"] or cut
     best = min(cut, key=lambda row: row["figures"]["perplexity"]["wikitext-2"], default=None)
     columns = [Column("parameters", lambda row: f"{row['figures']['parameters'] / 1e6:.1f}M", first)]
     for text in TEXTS:
