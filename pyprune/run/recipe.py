@@ -178,7 +178,10 @@ def build_config(
     if recovery is not None:
         data = merge(data, as_prune_options(recovery))
     say_changed_name(wanted or str(start.get("method")))
-    start = merge(start, _shared_overrides(start, merge(data, chosen)))
+    given = merge(data, chosen)
+    start = merge(start, _shared_overrides(start, given))
+    if "axes" in (given.get("score") or {}) and start.get("score"):
+        start = merge(start, {"score": {"further_axes": []}})  # axes that are named are all that are open
     config = read_config(_with_default_text(merge(merge(start, data), chosen)))
     _refuse_idle(chosen, config)
     return config

@@ -70,6 +70,8 @@ def test_the_outer_layers_stay_whole_as_long_as_the_others_can_lose_the_goal() -
         (0.2, (), False),
         (0.28, (), True),
         (0.28, ("score.further_axes=[]",), False),
+        (0.28, ("score.axes=[ffn]",), False),
+        (0.28, ("score.axes=[ffn]", "score.further_axes=[heads]"), True),
         (0.28, ("score.ffn=4",), False),
     ],
 )
