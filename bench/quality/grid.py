@@ -161,7 +161,7 @@ class Grid:
             )
         if self.dtype:
             parser.add_argument("--model", metavar="DIR", help="dense checkpoint (default: the packaged SmolLM2-135M)")
-            parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
+            data_option(parser)
             parser.add_argument("--dtype", default=self.dtype, choices=("bfloat16", "float32"), help="to measure in")
         if self.seeds:
             parser.add_argument("--seeds", type=seeds, default=list(self.seeds), metavar="A,B")
@@ -367,7 +367,12 @@ def spent_columns() -> list[Column]:
 def gemma_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that name the file of Gemma 3 270M and the folder of the data sets."""
     parser.add_argument("--gemma", type=Path, metavar="FILE", help="GGUF file of Gemma 3 270M, in a folder of its own")
-    parser.add_argument("--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the data sets")
+    data_option(parser)
+
+
+def data_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the folder of the data sets."""
+    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
 
 
 def first(values: Sequence[Any]) -> Cell:

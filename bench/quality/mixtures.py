@@ -19,10 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bench._texts import DATA, load_dense
+from bench._texts import load_dense
 from bench.quality.card import write_mixture
 from bench.quality.commands import command_columns, folders, run_step
-from bench.quality.grid import Axis, Case, Grid, Layout, figure
+from bench.quality.grid import Axis, Case, Grid, Layout, data_option, figure
 from pyprune.checkpoint.shards import TensorFiles
 from pyprune.runtime.records import Json
 
@@ -149,7 +149,7 @@ def _result(row: Json) -> Any:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="folder of the data sets")
+    data_option(parser)
     parser.add_argument("--out", type=Path, default=Path("out/mixtures"), metavar="DIR", help="for what they write")
 
 

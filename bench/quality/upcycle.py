@@ -4,7 +4,7 @@ Three quarters of the FFN channels of each layer, those that add most, become it
 into experts of equal width by the tokens on which they are active together. A router predicts the experts whose output
 is large, and all down projections are solved to give the dense layer's output under that choice. Everything is
 deterministic, and takes 160 CPU seconds for SmolLM2-135M. The result is a GLM-4 MoE model. Each token reads 10 of 16
-experts: with so many the perplexity is within 10 % of the dense model's. On 3,072 tokens of WikiText-2 it is 23.6
+experts: with that many the perplexity is within 10 % of the dense model's. On 3,072 tokens of WikiText-2 it is 23.6
 (dense 21.5), of a novel 25.3 (23.1). With 8 experts it is 24.7 and 26.1, and 48 steps of distillation make that 24.0
 and 25.7, in 450 further CPU seconds.
 """

@@ -190,9 +190,9 @@ class BlockEquations:
                     solvable = self._solve_block_(number, size, blocks, left, penalty)
                 if not solvable:
                     return None
-        for number, factors in self._by_tokens.items():
+        for number in (number for number, by_tokens in enumerate(few) if by_tokens):
             inputs = torch.cat([parts[number][1] for parts, _ in self._chunks])
-            blocks[number] = self.starts[number].float() + inputs.T @ factors
+            blocks[number] = self.starts[number].float() + inputs.T @ self._by_tokens[number]
         self._warm = blocks
         return torch.cat(blocks)
 

@@ -76,29 +76,30 @@ def error(folder: Path, answers: Any) -> float:
     return worst
 
 
+def assert_served(folder: Path, served: dict[str, Any]) -> None:
+    """Check that vLLM answered, and with Transformers' log-probabilities."""
+    answers = served[str(folder)]
+    assert not isinstance(answers, str), answers
+    compare(folder, prompts(), answers)
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_served_log_probabilities_are_transformers(name: str, root: Path, served: dict[str, Any]) -> None:
-    answers = served[str(root / name)]
-    assert not isinstance(answers, str), answers
-    compare(root / name, prompts(), answers)
+    assert_served(root / name, served)
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_sizes_per_layer_give_transformers_log_probabilities(
     name: str, root: Path, served_per_layer: dict[str, Any]
 ) -> None:
-    answers = served_per_layer[str(root / f"{name}-per-layer")]
-    assert not isinstance(answers, str), answers
-    compare(root / f"{name}-per-layer", prompts(), answers)
+    assert_served(root / f"{name}-per-layer", served_per_layer)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_numbers_of_experts_per_layer_give_transformers_log_probabilities(
     name: str, root: Path, served_mixtures: dict[str, Any]
 ) -> None:
-    answers = served_mixtures[str(root / f"{name}-experts")]
-    assert not isinstance(answers, str), answers
-    compare(root / f"{name}-experts", prompts(), answers)
+    assert_served(root / f"{name}-experts", served_mixtures)
 
 
 @pytest.mark.parametrize("name", sorted(NEARLY))

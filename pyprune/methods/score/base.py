@@ -234,12 +234,17 @@ def open_units(request: PlanRequest) -> OpenUnits:
     most = 0 if score.names_open_layers else min(score.closed_ends, dense.num_layers // LAYERS_OF_AN_END)
     further = () if score.counts else score.further_axes
     every = tuple(dict.fromkeys((*score.axes, *further)))
-    for axes in dict.fromkeys((score.axes, every)):
-        for ends in range(most, -1, -1):
-            opened = replace(score, axes=axes)
-            scope = OpenUnits.of(dense, replace(opened, first_layer=ends, last_layer=-1 - ends) if ends else opened)
-            if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
-                return scope
+    of_axes = [replace(score, axes=axes) for axes in dict.fromkeys((score.axes, every))]
+    *narrower, widest = (
+        replace(opened, first_layer=ends, last_layer=-1 - ends) if ends else opened
+        for opened in of_axes
+        for ends in range(most, -1, -1)
+    )
+    for opened in narrower:
+        scope = OpenUnits.of(dense, opened)
+        if request.ratio <= LARGEST_SHARE * _open_share(request, scope):
+            return scope
+    scope = OpenUnits.of(dense, widest)
     if not scope.axes:
         raise ConfigError(
             f"score.axes is {list(score.axes)}, of which the open layers of this {request.family.model_type!r} model "
