@@ -125,10 +125,10 @@ CUTS: Mapping[str, Cut] = {
         text="--samples 144 --sequence-length 256",
     ),
     "channels-25": Cut(
-        "as many parameters as 4 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0374", {"obs": SCORES["obs"]}
+        "as many parameters as 4 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0252", {"obs": SCORES["obs"]}
     ),
     "channels-50": Cut(
-        "as many parameters as 8 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0749", {"obs": SCORES["obs"]}
+        "as many parameters as 8 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0504", {"obs": SCORES["obs"]}
     ),
     "gemma-layers": Cut("Gemma 3 270M, 4 of 18 layers", "--ratio 0.223", LAYERS, model="gemma"),
     "gemma-20": Cut(
@@ -174,7 +174,8 @@ class CardBench:
     def _case(self, cut: Cut, label: str, words: str, seed: int, calibration: str) -> Case:
         web = self.options.data / "c4_sample/train.jsonl.gz"
         data = f"{cut.text} --calibration {web if calibration == 'web' else 'mixture-offline'}"
-        drawn = f"--set data.seed={seed}" if seed else ""
+        draws = ["expert_random.seed"] if label.startswith("expert_random") else []  # of the choice itself
+        drawn = " ".join(f"--set {name}={seed}" for name in ("data.seed", *draws)) if seed else ""
         command = " ".join(filter(None, (words, cut.goal, data, drawn)))
         fields = {"cut": cut.title, "row": label, "calibration": calibration, "seed": seed}
         return Case(fields, task=(cut.model, shlex.split(command)))
