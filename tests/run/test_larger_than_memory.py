@@ -7,14 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from pyprune.checkpoint.load import load_model
 from pyprune.checkpoint.record import read_pruning_json
@@ -35,6 +36,8 @@ DISTINCT = 4
 """Layers whose weights are drawn; those that follow have the same in turn, which takes a tenth of the time."""
 TWIN = 2
 """Layers of the small model whose weights are those of the large one's first layers."""
+EXPERTS, EXPERT_WIDTH, MIXTURES = 16, 544, 43
+"""Experts of a layer of the mixture, their width, and its layers; half of a layer's are solved by their tokens."""
 COUNTS = ("score.ffn=1024", "score.heads=4")
 """What stays in every layer, little to write: the choice in a layer then depends on that layer alone."""
 GONE, NARROWED, NARROW = range(16, 74), (15, 74, 75, 76, 77), 256
@@ -94,24 +97,30 @@ def outer_tensors() -> dict[str, torch.Tensor]:
 
 def write_sharded(folder: Path, layers: int) -> Path:
     """A checkpoint as the hub has them, a shard for each layer, written without ever holding the model."""
+    config = LlamaConfig(intermediate_size=FFN, architectures=["LlamaForCausalLM"], **sizes(layers))
+    return write_shards(folder, config, [partial(layer_tensors, index) for index in range(layers)])
+
+
+def sizes(layers: int) -> dict[str, Any]:
+    """Values of a configuration."""
+    return {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS, "tie_word_embeddings": False, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def write_shards(
+    folder: Path, config: PreTrainedConfig, layers: Sequence[Callable[[], dict[str, torch.Tensor]]]
+) -> Path:
+    """Write the embeddings, the head and each layer to a shard of their own."""
     folder.mkdir()
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, tie_word_embeddings=False, dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-
-    def shards() -> Iterator[dict[str, torch.Tensor]]:
-        yield outer_tensors()
-        for index in range(layers):
-            yield layer_tensors(index)
-
     where: dict[str, str] = {}
     size = 0
-    for number, tensors in enumerate(shards(), 1):
-        name = f"model-{number:05d}-of-{layers + 1:05d}.safetensors"
+    for number, make in enumerate((outer_tensors, *layers), 1):
+        tensors = make()
+        name = f"model-{number:05d}-of-{len(layers) + 1:05d}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, name)
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -125,6 +134,8 @@ def limited(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CHILD, str(LIMIT), *map(str, arguments)]
     # The stack of every further thread counts as data.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    # Kernels compiled for every number of tokens that an expert reads; by default up to 1,024 of them, 150 MB.
+    environment |= {"LRU_CACHE_CAPACITY": "16", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
     return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=environment)
 
 
@@ -260,6 +271,43 @@ def test_layers_of_a_checkpoint_larger_than_memory_are_merged(large: Path, tmp_p
     result = limited("prune", large, "--method", "laco", "--ratio", "0.5", *one, *sizes, "--dry-run")
     assert result.returncode == 0, result.stderr
     assert len(PrunePlan.from_json(result.stdout).removed_layers) == half
+
+
+def expert_tensors(index: int) -> dict[str, torch.Tensor]:
+    """Weights of a layer of the mixture; its experts are parts of the dense layers'."""
+    dense = drawn(index % DISTINCT)
+    tensors = {name: tensor for name, tensor in dense.items() if not name.startswith("mlp.")}
+    norm = torch.ones(HIDDEN // HEADS, dtype=torch.bfloat16)
+    tensors |= {"self_attn.q_norm": norm, "self_attn.k_norm": norm.clone()}
+    tensors["mlp.gate"] = drawn(index % DISTINCT + 1)["mlp.up_proj"][:EXPERTS].clone()
+    parts = FFN // EXPERT_WIDTH
+    for expert in range(EXPERTS):
+        layer = drawn((index + expert // parts) % DISTINCT)
+        for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            part = layer[f"mlp.{name}"].split(EXPERT_WIDTH, axis)[expert % parts]
+            tensors[f"mlp.experts.{expert}.{name}"] = part.clone()
+    return {f"model.layers.{index}.{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def test_a_mixture_larger_than_memory_loses_experts_and_is_reconstructed(tmp_path: Path, out: Path) -> None:
+    """REAP reads text through all layers, and the experts that stay take over, with two layers in memory."""
+    config = Qwen3MoeConfig(
+        moe_intermediate_size=EXPERT_WIDTH, num_experts=EXPERTS, num_experts_per_tok=4, head_dim=HIDDEN // HEADS,
+        norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"], **sizes(MIXTURES),
+    )  # fmt: skip
+    dense = write_shards(tmp_path / "dense", config, [partial(expert_tensors, index) for index in range(MIXTURES)])
+    assert sum(path.stat().st_size for path in dense.glob("*.safetensors")) > TIMES * LIMIT
+    short = write_text(tmp_path / "text.txt", words=60)  # no more than it reads, or rare experts would have it read on
+    text = ["--calibration", short, "--samples", "8", "--sequence-length", "32"]
+    result = limited("prune", dense, "--method", "reap", "--ratio", "0.5", *text, "--out", out)
+    shutil.rmtree(dense)
+    assert result.returncode == 0, result.stderr
+    record = read_pruning_json(out, verify_files=True)
+    assert record.plan is not None
+    assert {len(layer.units("experts")) for layer in record.plan.layers} == {EXPERTS // 2}
+    parts = [part for part in record.provenance["report"]["reconstruction"]["parts"] if part["ridge"] is not None]
+    assert parts
+    assert all(part["after"] < part["before"] for part in parts)
 
 
 def test_the_limit_is_one(large: Path, out: Path) -> None:
