@@ -3,11 +3,11 @@
 One of six FFN channels of each layer goes to the experts, every sixth in the order of what channels add. The others are
 the shared expert. Four tiers, from the channels that add most to those that add least, have as many experts each. A
 tier is divided by the tokens on which its channels are active together. Experts therefore differ, as trained ones do:
-the busiest of a layer reads nearly every token, the rarest a few in a hundred. A router predicts the experts whose
-output is large, and all down projections are solved to give the dense layer's output under that choice. Everything is
-deterministic, and takes 110 CPU seconds for SmolLM2-135M. The result is a GLM-4 MoE model. Each token reads
-10 of 16 experts: with that many the geometric mean of its perplexities is within 10 % of the dense model's. On 3,072
-tokens of WikiText-2 it is 24.0 (dense 21.5), of a novel 24.8 (23.1).
+the busiest of a layer reads nearly every token, the rarest about one in ten. A router predicts the experts whose output
+is large, and all down projections are solved to give the dense layer's output under that choice. Everything is
+deterministic, and takes 110 CPU seconds for SmolLM2-135M. The result is a GLM-4 MoE model. Each token reads 10 of 16
+experts: with that many the geometric mean of its perplexities is within 10 % of the dense model's. On 3,072 tokens of
+WikiText-2 it is 24.0 (dense 21.5), of a novel 24.8 (23.1).
 """
 
 from __future__ import annotations
