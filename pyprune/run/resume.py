@@ -229,8 +229,8 @@ class RunFolder:
             self._write(ARITHMETIC, {"bfloat16": faster})
 
     def clear(self) -> None:
-        """Remove everything from the folder except its mark."""
-        for path in self.path.iterdir():
+        """Remove everything from the folder except its mark; first what --resume looks for, as this may be killed."""
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name != RUN):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != MARK:

@@ -57,6 +57,7 @@ def assert_goes_on(server: Server, folder: Path, command: str, before: dict[str,
     if not whole(folder) or work.exists():
         again = ["--overwrite"] if whole(folder) else []  # killed after the renaming, before its work folder went
         kept = any(work.rglob("state.json")) or (work / "decision.json").exists()
+        kept = kept and (work / "run.json").exists()  # goes first when a finished run removes its work folder
         (outcome,) = server.run(
             Run([*command.split(), *again, *(["--resume"] if kept else [])], str(folder), seconds=60)
         )
