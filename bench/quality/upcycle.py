@@ -125,19 +125,7 @@ def _fill_(block: Any, mlp: Any, x: Tensor, chosen: int) -> float:
         block.experts.gate_up_proj[expert] = torch.cat([m.weight[channels] for m in (mlp.gate_proj, mlp.up_proj)])
     block.shared_experts.gate_proj.weight.copy_(mlp.gate_proj.weight[shared])
     block.shared_experts.up_proj.weight.copy_(mlp.up_proj.weight[shared])
-    # The router predicts the logarithm of the norm of what each expert adds: its rows what differs from the mean, which
-    # weighs what an expert gives, and its correction the mean, which only chooses.
-    norms = torch.stack([(inner[:, channels] @ down[:, channels].T).norm(dim=-1) for channels in groups], 1)
-    wanted = (norms + 1e-6).log()
-    usual = wanted.mean(0)
-    router = NormalEquations(x.new_zeros(x.shape[1], count), constant=False)
-    router.add(x, wanted - usual)
-    predicted = router.solve(RIDGE)
-    assert predicted is not None
-    weight = predicted.T.to(x.dtype)
-    scale = SPREAD / (x @ weight.T).std(1).mean()
-    block.gate.weight.copy_(weight * scale)
-    block.gate.e_score_correction_bias.copy_((usual - usual.mean()) * scale / 4)  # a sigmoid's slope at 0 is 1/4
+    _route_(block.gate, x, torch.stack([(inner[:, own] @ down[:, own].T).norm(dim=-1) for own in groups], 1))
     logits, weights, indices = block.gate(x)
     given = torch.zeros(len(x), count).scatter_(1, indices, weights)
     parts = [given[:, expert, None] * inner[:, channels] for expert, channels in enumerate(groups)]
@@ -151,6 +139,29 @@ def _fill_(block: Any, mlp: Any, x: Tensor, chosen: int) -> float:
     block.shared_experts.down_proj.weight.copy_(rest.T)
     shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
     return float(-(shares * shares.log()).sum(-1).mean())
+
+
+def _route_(gate: Any, x: Tensor, norms: Tensor) -> None:
+    """Let a router predict the logarithm of the norm of what each expert adds.
+
+    Its rows predict what differs from the mean, which weighs what an expert gives; its correction is the mean, which
+    only chooses.
+
+    Args:
+        gate: of the mixture, changed in place.
+        x: what it reads, [tokens, hidden].
+        norms: of what each expert adds, [tokens, experts].
+    """
+    wanted = (norms + 1e-6).log()
+    usual = wanted.mean(0)
+    router = NormalEquations(x.new_zeros(x.shape[1], norms.shape[1]), constant=False)
+    router.add(x, wanted - usual)
+    predicted = router.solve(RIDGE)
+    assert predicted is not None
+    weight = predicted.T.to(x.dtype)
+    scale = SPREAD / (x @ weight.T).std(1).mean()
+    gate.weight.copy_(weight * scale)
+    gate.e_score_correction_bias.copy_((usual - usual.mean()) * scale / 4)  # a sigmoid's slope at 0 is 1/4
 
 
 def _clusters(activity: Tensor, count: int) -> list[Tensor]:
