@@ -28,6 +28,7 @@ GGUF_FORMAT = "q8_0"
 """Format in which a checkpoint folder is written for llama.cpp: the most usual one, nearly without loss."""
 LOAD_TIMEOUT_S = 900.0
 COMMAND_TIMEOUT_S = 3600.0
+LOG_TIMEOUT_S = 10.0
 LOG_LINES = 15
 SETTLE_S = 1.5
 """vLLM's workers poll for one second after their last request; the next engine's turn starts after that."""
@@ -243,8 +244,15 @@ class Engine(ModelProcess):
             raise self._error(f"ended during {command['op']!r}")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
+            self._end_for_its_log()
             raise self._error(f"failed during {command['op']!r}: {reply['error'].rstrip('.')}")
         return reply
+
+    def _end_for_its_log(self) -> None:
+        """Let the process end, because llama.cpp prints from a thread that may be behind the reply."""
+        self.ask_to_end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LOG_TIMEOUT_S)
 
     def _error(self, event: str) -> EngineError:
         return self.error(f"The {self.engine} engine for {self.model} {event}")
