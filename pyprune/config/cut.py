@@ -56,7 +56,8 @@ class CutConfig(Config):
         least_squares: options of least_squares.
         batch_size: sequences in one forward pass of the reconstruction; null = as many as make 2,048 tokens.
         experts_per_token: experts that each token of a mixture reads from the start of the run on, fewer than in the
-            dense model (num_experts_per_tok); null = as many. A teacher of the recovery reads as many as before.
+            dense model (num_experts_per_tok); null = as many. Reconstruction and distillation follow the model that
+            reads all of them.
     """
 
     reconstruct: Literal["none", "bias", "least_squares"] = "none"

@@ -55,6 +55,7 @@ from pyprune.cut.walk import SolvedPart, Walk, chunks_of
 from pyprune.data.tokens import Batch
 from pyprune.errors import DataError
 from pyprune.families import check_plan
+from pyprune.families.mixtures import chosen_experts
 from pyprune.plan import PrunePlan
 from pyprune.probe.activations import frozen_eval
 from pyprune.probe.streams import HostLayers, LayerRunner, Part
@@ -148,6 +149,7 @@ def reconstruct_(
     kinds: Sequence[str] | None = None,
     options: ReconstructConfig = ReconstructConfig(),  # noqa: B008 - frozen
     batch_size: int | None = None,
+    dense_experts: int | None = None,
 ) -> ReconstructionReport:
     """Solve the kept parts of a dense model so that its cut follows it, in place; shapes stay dense.
 
@@ -166,6 +168,8 @@ def reconstruct_(
         kinds: kind of text of each sample, N labels; None = those of the samples, or all of one kind.
         options: see :class:`ReconstructConfig`.
         batch_size: sequences in one pass; None = as many as make 2,048 tokens.
+        dense_experts: experts that a token of the dense model reads, where ``model`` already reads fewer of them as its
+            cut will; None = as many as the configuration says.
 
     Raises:
         DataError: fewer than two samples of every kind, or labels that do not fit them.
@@ -176,7 +180,7 @@ def reconstruct_(
     dense = LayerRunner.of(model)
     check_plan(plan, dense.family, dense.model.config)
     side = CopiedLayers(dense, plan)
-    return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size)
+    return _reconstruct(dense, side, plan, Batch.of(samples), kinds, options, batch_size, dense_experts)
 
 
 def reconstruct_compacted_(
@@ -223,11 +227,14 @@ def _reconstruct(
     kinds: Sequence[str] | None,
     options: ReconstructConfig,
     batch_size: int | None,
+    dense_experts: int | None = None,
 ) -> ReconstructionReport:
     begin = time.monotonic()
     dtype = working_dtype(options.dtype, dense.model.device)
     warn_of_slow_dtype(dtype, dense.model.device)
-    steps, lost = steps_of(dense.family, plan)
+    config = dense.model.config
+    fewer = (dense_experts or chosen_experts(config)) != chosen_experts(side.runner.model.config)
+    steps, lost = steps_of(dense.family, plan, fewer_experts=fewer)
     if isinstance(side, CompactedLayers):
         steps = side.limit_exact(steps, dense)
     readers = bool(plan.removed_hidden) if options.readers is None else options.readers
@@ -238,8 +245,8 @@ def _reconstruct(
             chunks, judging, held_back = text_chunks(
                 dense, samples, kinds or samples.kinds or None, options.held_back, batch_size
             )
-            multiplier = float(getattr(dense.model.config, "residual_multiplier", 1.0))
-            walk = Walk(dense, side, chunks, options.ridges, multiplier, options.relative, judging)
+            multiplier = float(getattr(config, "residual_multiplier", 1.0))
+            walk = Walk(dense, side, chunks, options.ridges, multiplier, options.relative, judging, dense_experts)
             _walk(walk, side, steps, lost, readers=readers)
     return ReconstructionReport(
         parts=tuple(walk.reports) if walk is not None else (),

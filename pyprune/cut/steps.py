@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyprune.families import Family
-from pyprune.families.base import Block
+from pyprune.families.base import Block, is_mixture
 from pyprune.plan import LayerPlan, PrunePlan
 from pyprune.probe.streams import Part, parts_of
 
@@ -19,7 +19,7 @@ class Step:
         cut_part: as it is in the cut model, where it may be the last one of its layer.
         writers: its blocks that the plan keeps.
         absorbs: removed parts between it and the next step, in order; its writers take over their output.
-        exact: nothing is removed up to here, so that the cut model's stream after it is the dense model's.
+        exact: nothing is removed or read less up to here, so that the cut model's stream after it is the dense one's.
     """
 
     part: Part
@@ -29,8 +29,14 @@ class Step:
     exact: bool
 
 
-def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
-    """Return the steps of a plan, and the removed parts before the first of them, which no writer can take over."""
+def steps_of(family: Family, plan: PrunePlan, *, fewer_experts: bool = False) -> tuple[list[Step], list[Part]]:
+    """Return the steps of a plan, and the removed parts before the first of them, which no writer can take over.
+
+    Args:
+        family: of the dense model.
+        plan: the parts to keep.
+        fewer_experts: whether tokens of the cut model read fewer experts than those of the dense one.
+    """
     layers = {layer.index: layer for layer in plan.layers}
     kept: list[tuple[Part, tuple[Block, ...], list[Part]]] = []
     lost: list[Part] = []
@@ -46,6 +52,7 @@ def steps_of(family: Family, plan: PrunePlan) -> tuple[list[Step], list[Part]]:
     exact = not lost and not plan.removed_hidden
     for part, writers, absorbs in kept:
         exact = exact and not absorbs and writers == part.blocks and _whole(part, layers[part.layer], plan)
+        exact = exact and not (fewer_experts and "mlp" in writers and is_mixture(layers[part.layer].kind))
         cut_part = replace(part, ends=part is last[part.layer])
         steps.append(Step(part, cut_part, writers, tuple(absorbs), exact))
     return steps, lost

@@ -32,6 +32,7 @@ from pyprune.cut.steps import Step
 from pyprune.cut.systems import SMALLEST, Readers, Writers
 from pyprune.errors import UnsupportedModelError
 from pyprune.families.base import Block
+from pyprune.families.mixtures import experts_read
 from pyprune.probe.streams import LayerRunner, Part, record_calls
 from pyprune.runtime import processes
 
@@ -91,6 +92,7 @@ class Walk:
         multiplier: factor on a block's output before it joins the stream (Granite).
         relative: whether a token's error counts relative to the size of its stream.
         judging: kinds of text that are held back in all processes; only used if several share the text.
+        dense_experts: experts that a token of the dense model reads; None = as many as its configuration says.
 
     Attributes:
         extra_bytes: most memory held in addition to the models.
@@ -109,6 +111,7 @@ class Walk:
     multiplier: float
     relative: bool
     judging: Sequence[str] = ()
+    dense_experts: int | None = None
     extra_bytes: int = 0
     reports: list[SolvedPart] = field(default_factory=list)
     not_solved: list[Part] = field(default_factory=list)
@@ -123,7 +126,11 @@ class Walk:
         for part in parts:
             with self.dense.layer(part.layer) as layer:
                 for chunk in self.chunks:
-                    chunk.dense = self.dense.run(layer, part, chunk.dense)
+                    chunk.dense = self._run_dense(layer, part, chunk.dense)
+
+    def _run_dense(self, layer: nn.Module, part: Part, stream: Tensor) -> Tensor:
+        with experts_read(self.dense.model.config, layer, self.dense_experts):
+            return self.dense.run(layer, part, stream)
 
     def advance_to_target(self, step: Step, solving: nn.Module | None = None) -> None:
         """Take the dense stream past a step and the removed parts after it, to the target of the step's writers.
@@ -141,7 +148,7 @@ class Walk:
         with self.dense.layer(step.part.layer) as layer:
             for chunk in self.chunks:
                 with record_calls({name: layer.get_submodule(name) for name in names}) as seen:
-                    chunk.dense = self.dense.run(layer, step.part, chunk.dense)
+                    chunk.dense = self._run_dense(layer, step.part, chunk.dense)
                     outputs = {name: chunk.tokens(output) for name, (_, output) in seen.items()}
                 for system in systems:
                     system.add(chunk, outputs)

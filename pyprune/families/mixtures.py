@@ -7,7 +7,8 @@ have the axis ``shared_ffn`` of the same block, and ``experts`` counts those bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -180,8 +181,8 @@ def block_sizes(
 
 
 def chosen_experts(config: Any) -> int:
-    """Return how many experts the routers of a model choose for a token."""
-    return next(int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None)))
+    """Return how many experts the routers of a model choose for a token; 0 without routers."""
+    return next((int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None))), 0)
 
 
 def read_fewer_experts_(config: Any, modules: Iterable[Any], count: int) -> None:
@@ -206,11 +207,36 @@ def read_fewer_experts_(config: Any, modules: Iterable[Any], count: int) -> None
             f"cut.experts_per_token is {count}, and each token of this model reads {chosen} experts. Give 1 to "
             f"{chosen}."
         )
+    _choose_(config, modules, count)
+
+
+def _choose_(config: Any, modules: Iterable[Any], count: int) -> None:
+    """Set how many experts of a token the routers choose, wherever it is kept."""
     for name in (name for name in CHOSEN_COUNTS if getattr(config, name, None)):
         setattr(config, name, count)
     for module in modules:
         for name in {*vars(module)} & {"top_k", *CHOSEN_COUNTS}:
             setattr(module, name, count)
+
+
+@contextmanager
+def experts_read(config: Any, layer: Any, count: int | None) -> Iterator[None]:
+    """Let the routers of a layer choose another number of experts for a token meanwhile.
+
+    Args:
+        config: of the model, which some routers ask.
+        layer: whose modules choose.
+        count: experts of a token; None = as many as the configuration says.
+    """
+    usual = chosen_experts(config)
+    if count is None or count == usual:
+        yield
+        return
+    _choose_(config, layer.modules(), count)
+    try:
+        yield
+    finally:
+        _choose_(config, layer.modules(), usual)
 
 
 def expert_groups(config: PretrainedConfig) -> int:

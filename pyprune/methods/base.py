@@ -115,6 +115,7 @@ class RunOptions:
             None = the weights are in the model. Only methods that are declared ``from_disk`` get it.
         further: token ids, int64 [M, T], that ``decide`` may read besides its samples; None = there is no more text.
         kinds: kind of text of each of the samples, then of those of ``further``; empty = unknown.
+        dense_experts: experts that a token of the dense model reads, where the cut one reads fewer; else None.
     """
 
     validation: Tensor | None = None
@@ -123,6 +124,7 @@ class RunOptions:
     stored: StoredModel | None = None
     further: Tensor | None = None
     kinds: tuple[str, ...] = ()
+    dense_experts: int | None = None
 
     def folder(self, stage: str) -> Path | None:
         """Return the checkpoint folder of a stage."""

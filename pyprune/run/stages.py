@@ -25,7 +25,7 @@ from pyprune.cut.target import Target
 from pyprune.data.tokens import Batch
 from pyprune.errors import ConfigError
 from pyprune.families import check_plan, count_parameters, family_for
-from pyprune.families.mixtures import read_fewer_experts_
+from pyprune.families.mixtures import chosen_experts, read_fewer_experts_
 from pyprune.methods.base import PlanDecision, PlanRequest, Prepare, Regularise, RunOptions, StageReport
 from pyprune.methods.registry import get_method
 from pyprune.plan import PrunePlan
@@ -63,6 +63,7 @@ class Stages:
         division: how several processes divide a training, and which of them has the weights in between.
         stored: files that the method reads the weights from, instead of the model; None = from the model.
         result: of the stages until now.
+        dense_experts: experts that a token of the dense model reads, where the cut one reads fewer; else None.
 
     Raises:
         ConfigError: a stage lacks an input; raised before anything is computed.
@@ -76,6 +77,7 @@ class Stages:
     division: Division = field(default_factory=Division)
     stored: StoredModel | None = None
     result: PruneResult = field(init=False)
+    dense_experts: int | None = field(init=False, default=None)
 
     def decide(self) -> PlanDecision:
         """Decide what to remove, or take the decision of an interrupted run or a saved plan."""
@@ -137,7 +139,8 @@ class Stages:
         # Where every process decides for itself the first one's counts: states of the others would be in its way.
         run = self._run("decide") if together or processes.first() else RunOptions()
         kinds = self.text.data.kinds + self.text.further.kinds
-        run = replace(run, stored=self.stored, further=self.text.further.ids, kinds=kinds)
+        further, dense_experts = self.text.further.ids, self.dense_experts
+        run = replace(run, stored=self.stored, further=further, kinds=kinds, dense_experts=dense_experts)
         with divide_training(self.division) if together else self._alone():
             decision = method.decide(model, self.text.data.ids, request, run)
         return replace(decision, details={**decision.details, "seconds": time.monotonic() - started})
@@ -310,7 +313,12 @@ class Stages:
     def _solve(self) -> ReconstructionReport:
         plan, cut = self.result.plan, self.config.cut
         return reconstruct_(
-            self._layers(), plan, self.text.cut_data, options=cut.least_squares, batch_size=cut.batch_size
+            self._layers(),
+            plan,
+            self.text.cut_data,
+            options=cut.least_squares,
+            batch_size=cut.batch_size,
+            dense_experts=self.dense_experts,
         )
 
     def _compensate(self) -> CompensationReport:
@@ -339,6 +347,7 @@ class Stages:
             files = getattr(self, "files", self.stored)
             if files is not None and files.config is not model.config:
                 read_fewer_experts_(files.config, (), count)
+            self.dense_experts = chosen_experts(model.config)
             read_fewer_experts_(model.config, model.modules(), count)
         before, after = self.text.data, self.text.recovery_data
         stages = (*config.stages.before, *config.stages.after)

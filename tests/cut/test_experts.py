@@ -15,6 +15,7 @@ from pyprune.cut.least_squares import BlockEquations, NormalEquations
 from pyprune.cut.mask import mask_
 from pyprune.cut.reconstruct import ReconstructionReport, reconstruct_, reconstruct_compacted_
 from pyprune.families import family_for
+from pyprune.families.mixtures import chosen_experts, read_fewer_experts_
 from pyprune.plan import PrunePlan
 from tests._support.compare import assert_same_logits
 from tests._support.inferred import tiny_inferred
@@ -107,6 +108,28 @@ def test_a_cut_model_is_solved_as_the_dense_one_is() -> None:
     compact_(cut, plan)
     reconstruct_compacted_(cut, plan, model, TEXT)
     assert_same_logits(logits(cut, TEXT[:4]), logits(whole, TEXT[:4]), 1e-3)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("plan_of_what", ["whole", "experts"])
+def test_a_cut_that_reads_fewer_experts_follows_the_dense_model(plan_of_what: str, model_type: str) -> None:
+    """Also where nothing is removed; in memory, and after the cut."""
+    dense = repetitive(model_type)
+    usual, test = chosen_experts(dense.config), tiny_batch(batch=12, length=24, seed=9)
+    plan = plan_of(dense) if plan_of_what == "experts" else family_for(dense).plan(dense.config)
+    fewer = copy.deepcopy(dense)
+    read_fewer_experts_(fewer.config, fewer.modules(), usual - 1)
+    plain, solved, after = (copy.deepcopy(fewer) for _ in range(3))
+    report = reconstruct_(solved, plan, TEXT, dense_experts=usual)
+    assert chosen_experts(solved.config) == usual - 1
+    for each in (plain, solved, after):
+        compact_(each, plan)
+    reconstruct_compacted_(after, plan, dense, TEXT)
+    assert_same_logits(logits(after, test), logits(solved, test), 1e-3)
+    expected = logits(dense, test)
+    plain_error, solved_error = (float((logits(each, test) - expected).norm()) for each in (plain, solved))
+    assert any(part.taken for part in report.parts)
+    assert solved_error < plain_error
 
 
 @pytest.mark.parametrize("model_type", ["cohere2_moe", "llama4_text"])

@@ -13,9 +13,12 @@ from pyprune.checkpoint.record import read_pruning_json
 from pyprune.cut.mask import mask_
 from pyprune.errors import ConfigError
 from pyprune.families import family_for
-from pyprune.families.mixtures import CHOSEN_COUNTS, FIXED, read_fewer_experts_
+from pyprune.families.mixtures import CHOSEN_COUNTS, FIXED, chosen_experts, experts_read, read_fewer_experts_
+from pyprune.run import prune as pipeline
+from pyprune.run import stages
 from pyprune.run.prune import prune_checkpoint, prune_model_
 from pyprune.run.recipe import build_config
+from pyprune.run.streamed import NOTE
 from tests._support.inferred import INFERRED, tiny_inferred
 from tests._support.models import tiny_batch, tiny_model
 from tests._support.text import write_model, write_text
@@ -58,12 +61,15 @@ def test_the_modules_of_every_type_read_as_many_as_its_configuration_says(model_
     model, batch = tiny_inferred(model_type, **chosen), tiny_batch(batch=2, length=12)
     if "experts" not in family_for(model).sizes(model.config).axes or model_type in FIXED:
         return  # a switch that is off; refused
-    before = logits(model, batch)
+    before, usual = logits(model, batch), chosen_experts(model.config)
     read_fewer_experts_(model.config, model.modules(), 1)
     made = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     made.load_state_dict(model.state_dict())
     assert torch.equal(logits(model, batch), logits(made, batch))
     assert (logits(model, batch) - before).abs().max() > 1e-4
+    with experts_read(model.config, model, usual):
+        assert torch.equal(logits(model, batch), before)
+    assert torch.equal(logits(model, batch), logits(made, batch))
 
 
 def test_a_model_in_memory_is_cut_with_fewer_experts_for_a_token() -> None:
@@ -72,6 +78,27 @@ def test_a_model_in_memory_is_cut_with_fewer_experts_for_a_token() -> None:
     prune_model_(model, {"data": tiny_batch(batch=8, length=16)}, config)
     assert model.config.num_experts_per_tok == 1
     assert {module.top_k for module in model.modules() if hasattr(module, "top_k")} == {1}
+
+
+@pytest.mark.parametrize("place", ["streamed", "in memory"])
+def test_what_is_solved_follows_the_experts_that_the_dense_model_reads(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are measured from the dense model, so that they are larger than from one that reads fewer as well."""
+    if place == "in memory":
+        monkeypatch.setattr(pipeline, "loading_reason", lambda *_, **__: "In memory.")
+    folder = write_model(tiny_inferred("mixtral"), tmp_path / "dense")
+    errors, losses = [], []
+    for name in ("all", "fewer"):
+        if name == "fewer":
+            monkeypatch.setattr(stages, "chosen_experts", lambda config: None)
+        given = options(tmp_path, 1) | {"dtype": "float32"}
+        result = prune_checkpoint(folder, build_config(preset="expert_obs", options=given), out=tmp_path / name)
+        assert (NOTE in result.notes) == (place == "streamed")
+        errors.append(result.reconstruction["parts"][0]["before"])
+        losses.append(min(result.decision["experts"]["scores"]["0"]))
+    assert errors[0] > 1.05 * errors[1]
+    assert losses[0] > 1.05 * losses[1]
 
 
 def test_a_layer_may_keep_fewer_experts_where_tokens_read_fewer(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ without expert i and those that went before it,
 
     L_i = min over D of  || Y - sum_j g_j f_j - sum_j g_j (h_j Q_j) D_j ||^2  +  ridge * || D ||^2
 
-Y is what the experts of the dense layer add to the same tokens. The expert of the smallest L_i goes, and then the next
-one. Q_j are main directions of h_j, so that all experts together have :data:`INPUTS` inputs; Y and f_j are taken along
-:data:`OUTPUTS` random directions of more. D is solved on one half of the sequences, and L_i is measured on the other.
+Y is what the experts of the dense layer add to the same tokens, each of which reads as many as in the dense model. The
+expert of the smallest L_i goes, and then the next one. Q_j are main directions of h_j, so that all experts together
+have :data:`INPUTS` inputs; Y and f_j are taken along :data:`OUTPUTS` random directions of more. D is solved on one half
+of the sequences, and L_i is measured on the other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from transformers import PreTrainedModel
 
 from pyprune.cut.least_squares import NormalEquations
 from pyprune.errors import DataError
+from pyprune.families.mixtures import experts_read
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions
 from pyprune.methods.experts._choice import Choice
 from pyprune.methods.layers._units import layer_runner, micro_batches
@@ -72,7 +75,7 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
                 if index not in experts:
                     runner.run_(layer, runner.whole_layer(index), streams)
                     continue
-                mixture = Mixture(runner.model, experts[index], modules[index])
+                mixture = Mixture(runner.model, experts[index], modules[index], run.dense_experts)
                 with mixture.recording():
                     runner.run_(layer, runner.whole_layer(index), streams)
                 losses[index], removed[index] = mixture.remove(counts[index], choice.groups, samples.shape[1])
@@ -91,16 +94,20 @@ class Mixture:
         model: whose layer has its weights.
         experts: name of the module of the experts.
         router: the module that holds the matrix of the router.
+        dense_experts: experts that a token of the dense model reads; None = as many as the configuration says.
 
     Attributes:
         sums: over the tokens of each expert.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: str, router: nn.Module) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: str, router: nn.Module, dense_experts: int | None = None
+    ) -> None:
         self.sums = ExpertSums()
         self._experts: Any = model.get_submodule(experts)
         self._block = model.get_submodule(experts.rpartition(".")[0])
         self._router = router
+        self._reading_all = partial(experts_read, model.config, self._block, dense_experts)
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._inputs: list[Tensor] = []
 
@@ -161,7 +168,9 @@ class Mixture:
             out = expert_output(self._experts, expert, x).float()
             outputs.append(out @ sketch if hidden > OUTPUTS else out)
         solves = torch.arange(len(x), device=x.device) // length % 2 == 0
-        return Replacement(torch.stack(inner, 1), torch.stack(outputs, 1), self._weights(()), solves)
+        with self._reading_all():
+            dense = self._weights(())
+        return Replacement(torch.stack(inner, 1), torch.stack(outputs, 1), dense, solves)
 
     def _weights(self, removed: Sequence[int]) -> Tensor:
         """Return the weight of every expert for every token without the removed ones, float32 [tokens, experts]."""
