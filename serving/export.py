@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pyprune.errors import ConfigError, did_you_mean
 from pyprune.families import family_of_type
+from pyprune.families.prefix import is_pruned_type
 from pyprune.serving.checkpoints import read_checkpoint
 from pyprune.serving.vllm.limits import serving_warnings
 from pyprune.serving.widths import layer_widths
@@ -183,7 +184,7 @@ def _load(
 
 def is_pruned(config: Any) -> bool:
     """Return whether a configuration is one of pyprune.modeling's."""
-    return str(config.model_type).startswith("pruned_")
+    return is_pruned_type(config.model_type)
 
 
 def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ def as_pruned(model: PreTrainedModel) -> PreTrainedModel:
     from pyprune.modeling import pruned_config_class
 
     model_type = str(model.config.model_type)
-    if model_type.startswith("pruned_") or find_family(model_type) is None:
+    if is_pruned_type(model_type) or find_family(model_type) is None:
         raise ConfigError(did_you_mean(model_type, all_families(), "model type of a pruned architecture"))
     family = family_for(model)
     check_table(family, "The pruned architecture")

@@ -11,6 +11,7 @@ from pyprune.families import all_families, find_family
 from pyprune.families.base import MIXTURE
 from pyprune.families.engines import EXPERT_FOR_EACH_RANK
 from pyprune.families.mixtures import EXPERT_COUNTS, mlp_kinds
+from pyprune.families.prefix import dense_type
 from pyprune.plan import format_ranges
 
 LayerSizes = tuple[int, int, int]
@@ -211,7 +212,7 @@ def sharing_obstacle(
             f"its layers have {numbers[0]} to {numbers[-1]} experts, and vLLM moves experts between ranks only where "
             "all layers have as many. Serve it without --enable-eplb, or keep as many in each layer."
         )
-    model_type = str(config.get("model_type")).removeprefix("pruned_")
+    model_type = dense_type(config.get("model_type"))
     return reason or experts_obstacle(experts, expert_ranks or (ranks if model_type in EXPERT_FOR_EACH_RANK else 0))
 
 

@@ -16,7 +16,8 @@ from pyprune.errors import UnsupportedModelError, shown
 from pyprune.families import parameter_shapes
 from pyprune.families.base import cut_axes
 from pyprune.families.infer import plain_values
-from pyprune.modeling.configuration import PREFIX, TOWER
+from pyprune.families.prefix import dense_type, is_pruned_type
+from pyprune.modeling.configuration import TOWER
 from pyprune.modeling.shapes import uninitialised_model
 from pyprune.plan import HEAD_DIM, PrunePlan
 
@@ -45,7 +46,7 @@ ERROR = 2e-2
 
 def has_tower(values: Mapping[str, Any]) -> bool:
     """Check whether a config.json (plain data) describes a multimodal model with a text tower."""
-    kind = str(values.get("model_type")).removeprefix(PREFIX)  # a damaged one may be a list
+    kind = dense_type(values.get("model_type"))  # a damaged one may be a list
     return isinstance(values.get("text_config"), Mapping) and kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
@@ -95,7 +96,7 @@ def closed_axes(values: Mapping[str, Any]) -> dict[str, str]:
 
 def is_pruned(config: PretrainedConfig) -> bool:
     """Check whether a configuration is of a pruned architecture."""
-    return str(config.model_type).startswith(PREFIX)
+    return is_pruned_type(config.model_type)
 
 
 def count_first_layers(config: PretrainedConfig) -> int:
@@ -300,7 +301,7 @@ class Tower:
         if is_pruned(text):
             from pyprune.modeling.towers import pruned_tower_class
 
-            made = pruned_tower_class(config.model_type.removeprefix(PREFIX))
+            made = pruned_tower_class(dense_type(config.model_type))
             config = made(**{**plain_values(config), TOWER: text.to_dict()})
         return uninitialised_model(config, dtype, auto=AutoModelForMultimodalLM)
 

@@ -340,9 +340,10 @@ def print_next_commands(out: Path) -> None:
         out: folder of the checkpoint that was written.
     """
     from pyprune.families import find_family, serving_obstacle
+    from pyprune.families.prefix import is_pruned_type
 
     config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    pruned = config["model_type"].startswith("pruned_")
+    pruned = is_pruned_type(config["model_type"])
     family = find_family(config["model_type"]) if pruned else None
     served = serving_obstacle(config) is None and not (pruned and not (family and family.served_by))
     print(f"Next: pyprune eval {out} --ppl wikitext2" + f"\n      pyprune serve {out}" * served)

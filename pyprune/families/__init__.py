@@ -27,6 +27,7 @@ from pyprune.families.base import (
     shapes_after,
 )
 from pyprune.families.engines import mixture_obstacle, stock_obstacle
+from pyprune.families.prefix import dense_type, is_pruned_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -108,6 +109,7 @@ def _shipped_families() -> Iterator[tuple[str, Sequence[Family]]]:
             "infer",
             "latent",
             "mixtures",
+            "prefix",
             "scale",
             "table",
         ):
@@ -165,7 +167,7 @@ def begins_with_bos(config: Any) -> bool:
 def has_unread_sizes(config: Mapping[str, Any]) -> bool:
     """Check whether a config.json (plain data) gives a stock architecture sizes by layer that it does not read."""
     layers, model_type = config.get("per_layer_config"), str(config.get("model_type"))
-    if not layers or model_type.startswith("pruned_"):
+    if not layers or is_pruned_type(model_type):
         return False
     family = find_family(model_type)
     if not isinstance(layers, Mapping) or not all(isinstance(own, Mapping) for own in layers.values()):
@@ -175,7 +177,7 @@ def has_unread_sizes(config: Mapping[str, Any]) -> bool:
 
 def find_family(model_type: object) -> Family | None:
     """Return the family of a model type, dense or pruned; None if it has no table and none can be inferred."""
-    family = family_or_reason(str(model_type).removeprefix("pruned_"))
+    family = family_or_reason(dense_type(model_type))
     return family if isinstance(family, Family) else None
 
 
@@ -185,7 +187,7 @@ def family_of_type(model_type: object) -> Family:
     Raises:
         UnsupportedModelError: it has no table, and none can be inferred; the message names the reason.
     """
-    name = str(model_type).removeprefix("pruned_")
+    name = dense_type(model_type)
     family = family_or_reason(name)
     if isinstance(family, Family):
         return family
@@ -223,7 +225,7 @@ def family_for(model: PreTrainedModel | PretrainedConfig) -> Family:
     """
     config = cast("PretrainedConfig", getattr(model, "config", model))
     model_type = str(config.model_type)
-    if model_type.startswith("pruned_") and find_family(model_type):
+    if is_pruned_type(model_type) and find_family(model_type):
         raise UnsupportedModelError(
             f"The model is of type {model_type!r}, pyprune's own architecture: it was cut already. "
             "Start from the dense model and a new plan."

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyprune.families.base import Family
+from pyprune.families.prefix import dense_type
 
 STOCK = frozenset(
     (
@@ -172,7 +173,7 @@ def mixture_obstacle(config: Mapping[str, Any]) -> str | None:
     Args:
         config: config.json as plain data. None for a type that is no key of :data:`MIXTURES`.
     """
-    name = str(config.get("model_type")).removeprefix("pruned_")
+    name = dense_type(config.get("model_type"))
     if name not in MIXTURES or name == config.get("model_type"):
         return None
     start = f"vLLM 0.32 builds whole layers of {name!r} models"

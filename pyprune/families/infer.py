@@ -70,6 +70,7 @@ from pyprune.families.mixtures import (
     shared_width_obstacle,
     tiny_mixture_values,
 )
+from pyprune.families.prefix import dense_type
 from pyprune.plan import DECODER, PrunePlan
 
 if TYPE_CHECKING:
@@ -1213,7 +1214,7 @@ def _build_resized_layer(
     # Some classes are told the kind, which others read from the configuration.
     told = "layer_type" in inspect.signature(layer_class.__init__).parameters
     layer: nn.Module = layer_class(config, index, *([_layer_words(config)[index]] if told else []))
-    if (model_type := config.model_type.removeprefix("pruned_")) in FINISH:
+    if (model_type := dense_type(config.model_type)) in FINISH:
         FINISH[model_type](layer, config)
     for name, parameter in list(layer.named_parameters()):
         owner: Any = layer.get_submodule(name.rpartition(".")[0])

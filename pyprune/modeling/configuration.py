@@ -23,9 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from pyprune.families import Family, all_families, dense_family, family_of_type, find_family, resolve
 from pyprune.families.base import layer_overrides, stored_lists
 from pyprune.families.infer import causal_types
+from pyprune.families.prefix import PREFIX
 
-PREFIX = "pruned_"
-"""Start of the types of pruned architectures."""
 TOWER = "pruned_config"
 """Field of a multimodal configuration that describes its tower as a pruned causal LM."""
 

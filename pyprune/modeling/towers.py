@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from pyprune.modeling.configuration import PREFIX, TOWER
+from pyprune.families.prefix import PREFIX
+from pyprune.modeling.configuration import TOWER
 from pyprune.modeling.models import pruned_model_class
 
 

@@ -133,6 +133,8 @@ def result_facts(facts: Any) -> Any:
 
 
 def _kept_in(folder: Path) -> str | None:
+    if not (folder / RUN).is_file():
+        return None  # what is left of a folder whose clearing was killed
     states = _states_in(folder)
     kept = ["training checkpoints"] if any(map(is_step, states)) else []
     kept += ["its plan"] if (folder / DECISION).is_file() else []

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pyprune.config.train import RecoverConfig
 from pyprune.errors import ConfigError, MissingDependencyError, UnsupportedModelError
+from pyprune.families.prefix import dense_type
 from pyprune.ops.rounding import changed_to_bfloat16
 from pyprune.runtime.files import CARD_NAME, atomic_folder
 
@@ -62,7 +63,7 @@ def _default_modules(model: PreTrainedModel) -> list[str]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     except ImportError as error:
         raise MissingDependencyError("peft", "recover", "LoRA") from error
-    model_type = str(model.config.model_type).removeprefix("pruned_")
+    model_type = dense_type(model.config.model_type)
     if model_type not in DEFAULTS:
         raise ConfigError(
             f"recover.targets is 'default', but PEFT names no default modules for model type {model_type!r}; set "

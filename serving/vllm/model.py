@@ -24,7 +24,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from pyprune.errors import ConfigError
 from pyprune.families import Family, all_families, family_of_type, resolve, serving_obstacle
 from pyprune.families.engines import inferred_architectures
-from pyprune.modeling.configuration import PREFIX
+from pyprune.families.prefix import dense_type
 from pyprune.runtime.progress import warn
 from pyprune.serving.checkpoints import verify_checkpoint
 from pyprune.serving.vllm.layers import PrunedDecoderLayer
@@ -81,7 +81,7 @@ def check_served(vllm_config: VllmConfig) -> None:
 
 def _dtype_obstacle(model_config: Any) -> str | None:
     """Explain why vLLM refuses the dtype for the dense family, which it does by that architecture's name; or None."""
-    family, dtype = str(model_config.hf_config.model_type).removeprefix(PREFIX), model_config.dtype
+    family, dtype = dense_type(model_config.hf_config.model_type), model_config.dtype
     refused = getattr(vllm_rules, "_FLOAT16_NOT_SUPPORTED_MODELS", {})
     if dtype != torch.float16 or family not in refused:
         return None
