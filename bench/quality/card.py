@@ -53,6 +53,8 @@ TEXTS = {
 }
 """Test text -> its file of the data folder, and how many of its first windows are measured."""
 WINDOW = 2048
+CONTROL = "dense, trained"
+"""Row of the dense model after the training of the other rows."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Cut:
         seeded: rows that run with every seed; the others run with the first.
         model: smollm2, untied, mixture or gemma.
         text: how much calibration text every row reads.
+        control: options of `pyprune recover` that train the dense model as the rows are trained, on their text; a row
+            of its own. Empty = the rows are not trained.
     """
 
     title: str
@@ -74,6 +78,7 @@ class Cut:
     seeded: tuple[str, ...] = ()
     model: str = "smollm2"
     text: str = "--samples 16 --sequence-length 512"
+    control: str = ""
 
 
 SCORES = {name: f"--method {name}" for name in ("taylor", "wanda", "flap", "obs")}
@@ -85,11 +90,14 @@ BEFORE = {
     "obs, as before": "--method obs --set score.closed_ends=0 --set score.ranking=global --set score.normalise=size",
 }
 """What the same names gave in earlier releases."""
-EXPERTS = {
-    f"{name}{form}": f"--method {name}{form}"
-    for name in ("expert_obs", "reap", "expert_norm", "expert_frequency", "expert_random")
-    for form in ("", "-plain")
-}
+EXPERT_SCORES = ("expert_obs", "reap", "expert_norm", "expert_frequency", "expert_random")
+EXPERTS = {f"{name}{form}": f"--method {name}{form}" for name in EXPERT_SCORES for form in ("", "-plain")}
+AS_TRAINED = (
+    "--set recover.adapters=none --set recover.distill.alpha=0.5 --set recover.train.learning_rate=3e-4 "
+    "--set recover.train.batch_size=8 --set recover.train.micro_batch_size=8 --set recover.train.warmup_steps=2 "
+    "--set recover.train.decay=cosine --set recover.train.dtype=auto"
+)
+"""Options with which `pyprune recover` trains as a method ending in -trained does: by text and a teacher's logits."""
 LAYERS = {"shortgpt": "--method shortgpt", "shortgpt-plain": "--method shortgpt-plain"}
 CUTS: Mapping[str, Cut] = {
     "20": Cut(
@@ -120,9 +128,10 @@ CUTS: Mapping[str, Cut] = {
     "experts-50-trained": Cut(
         "8 of 16 experts, and 36,864 tokens of training",
         "--ratio 0.5 --set cut.experts_per_token=8 --set recover.train.steps=18",
-        {f"{name}-trained": f"--method {name}-trained" for name in ("expert_obs", "reap", "expert_random")},
+        {f"{name}-trained": f"--method {name}-trained" for name in EXPERT_SCORES},
         model="mixture",
         text="--samples 144 --sequence-length 256",
+        control=f"--teacher MODEL {AS_TRAINED} --set recover.train.steps=18",
     ),
     "channels-25": Cut(
         "as many parameters as 4 of 16 experts, as FFN channels of SmolLM2", "--ratio 0.0252", {"obs": SCORES["obs"]}
@@ -164,19 +173,27 @@ class CardBench:
         models = dict.fromkeys(cut.model for cut in self.chosen.values() if cut.model != "untied")
         rows = [Case({"cut": "", "row": f"dense {model}"}, task=(model, [])) for model in models]
         for cut in self.chosen.values():
-            for label, words in cut.rows.items():
-                if self.options.row and label not in self.options.row:
-                    continue
+            wanted = {name: words for name, words in cut.rows.items() if name in (self.options.row or cut.rows)}
+            if cut.control and CONTROL in (self.options.row or [CONTROL]):
+                rows += [self._control(cut, text) for text in self.options.calibration]
+            for label, words in wanted.items():
                 for seed in self.options.seeds if label in cut.seeded else self.options.seeds[:1]:
                     rows += [self._case(cut, label, words, seed, text) for text in self.options.calibration]
         return rows
 
+    def _control(self, cut: Cut, calibration: str) -> Case:
+        fields = {"cut": cut.title, "row": CONTROL, "calibration": calibration, "seed": 0}
+        command = f"recover {cut.control} {cut.text} --data {self._text(calibration)}"
+        return Case(fields, task=(cut.model, shlex.split(command)))
+
+    def _text(self, calibration: str) -> str:
+        return str(self.options.data / "c4_sample/train.jsonl.gz") if calibration == "web" else "mixture-offline"
+
     def _case(self, cut: Cut, label: str, words: str, seed: int, calibration: str) -> Case:
-        web = self.options.data / "c4_sample/train.jsonl.gz"
-        data = f"{cut.text} --calibration {web if calibration == 'web' else 'mixture-offline'}"
+        data = f"{cut.text} --calibration {self._text(calibration)}"
         draws = ["expert_random.seed"] if label.startswith("expert_random") else []  # of the choice itself
         drawn = " ".join(f"--set {name}={seed}" for name in ("data.seed", *draws)) if seed else ""
-        command = " ".join(filter(None, (words, cut.goal, data, drawn)))
+        command = " ".join(filter(None, ("prune", words, cut.goal, data, drawn)))
         fields = {"cut": cut.title, "row": label, "calibration": calibration, "seed": seed}
         return Case(fields, task=(cut.model, shlex.split(command)))
 
@@ -191,9 +208,12 @@ class CardBench:
             loaded, tokenizer = load_model(folder, gguf_file=file or None)
             return self._measure(case, loaded, tokenizer)
         out = self.out / "checkpoint"
-        command = ["prune", str(folder), *gguf, *words, "--out", str(out), "--overwrite"]
+        action, *words = words
+        given = [str(folder) if word == "MODEL" else word for word in words]
+        command = [action, str(folder), *gguf, *given, "--out", str(out), "--overwrite"]
         spent = run_command([sys.executable, "-m", "pyprune", *command])
-        shown = shlex.join(["pyprune", "prune", model, *words]).replace(str(self.options.data), "DATA")
+        words = [model if word == "MODEL" else word for word in words]
+        shown = shlex.join(["pyprune", action, model, *words]).replace(str(self.options.data), "DATA")
         loaded, tokenizer = load_model(out)
         figures = self._measure(case, loaded, tokenizer)
         shutil.rmtree(out)
@@ -282,6 +302,7 @@ def _ratio(best: Json, text: str, row: Json) -> str:
 
 def _columns(rows: Sequence[Json]) -> list[Column]:
     cut = [row for row in rows if row["case"]["cut"] and not row["case"]["seed"]]  # pairs read the same text
+    cut = [row for row in cut if row["case"]["row"] != CONTROL]
     cut = [row for row in cut if row["case"]["calibration"] == "web"] or cut
     best = min(cut, key=lambda row: row["figures"]["perplexity"]["wikitext-2"], default=None)
     columns = [Column("parameters", lambda row: f"{row['figures']['parameters'] / 1e6:.1f}M", first)]

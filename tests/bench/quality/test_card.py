@@ -32,6 +32,18 @@ def test_every_row_is_a_command_that_the_package_takes() -> None:
             assert build_config(preset=named.get("preset"), options=options, settings=settings).ratio > 0
 
 
+def test_the_dense_model_is_trained_as_the_rows_are() -> None:
+    import shlex
+
+    from pyprune.run.recipe import build_config, build_recovery
+
+    cut = CUTS["experts-50-trained"]
+    settings, asked = (shlex.split(words)[1::2] for words in (cut.control, cut.goal))
+    trained = build_config(preset="reap-trained", options={"ratio": 0.5}, settings=asked[1:])
+    assert shlex.split(cut.control)[:2] == ["--teacher", "MODEL"]
+    assert build_recovery(settings=settings[1:]).recover == trained.recover
+
+
 @pytest.mark.second
 def test_a_row_is_run_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in FILES[:2]:
