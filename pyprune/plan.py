@@ -152,6 +152,11 @@ class Sizes:
         return self._shared("ffn")
 
     @property
+    def ffn_sizes(self) -> tuple[int, ...]:
+        """FFN channels of the layers, each number once, ascending; those of an expert where there are experts."""
+        return tuple(sorted({block.axes["ffn"] for block in self._owners("ffn")}))
+
+    @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self._one({b.head_dim or 0 for b in self._owners("query_heads")}, HEAD_DIM)

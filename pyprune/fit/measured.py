@@ -2,10 +2,11 @@
 
 For every measured workload the time of a model is a sum of features with non-negative coefficients. The features are
 multiplications of matrix products, scores of attention, keys and values that are read, and a constant for each
-sub-block that is launched. Of a mixture, a step reads the matrices of the experts that it touches: the expected number
-of different ones, if its tokens choose independently of each other and all experts alike. The coefficients minimise the
-relative squared errors over the probes (non-negative least squares). The dense model counts most, because relative
-limits are shares of its time.
+sub-block that is launched. Of a mixture, each token multiplies by the matrices of its experts, and a step reads those
+of the experts that it touches: the expected number of different ones, if its tokens choose independently of each other
+and all experts alike. A dense layer among mixtures counts as one expert that every token reads. The coefficients
+minimise the relative squared errors over the probes (non-negative least squares). The dense model counts most, because
+relative limits are shares of its time.
 """
 
 from __future__ import annotations
@@ -56,15 +57,17 @@ def step_tokens(quantity: Quantity) -> int:
     return quantity.tokens if quantity.kind == "prefill" else quantity.batch
 
 
-def layer_features(dense: Sizes, hidden: int, widths: Widths, touched: float = 0.0) -> dict[str, float]:
+def layer_features(dense: Sizes, hidden: int, widths: Widths, chosen: int = 0, tokens: int = 1) -> dict[str, float]:
     """Return the features of one layer: a constant a sub-block, products of projections, scores, cache, FFN, norms.
 
     Args:
         dense: sizes of the dense model.
         hidden: channels of the stream.
         widths: of the layer.
-        touched: experts whose matrices a step reads.
+        chosen: experts that each token reads; 0 = the model has no mixtures.
+        tokens: that it reads at once.
     """
+    read, touched = (chosen, distinct_experts(widths.experts, chosen, tokens)) if widths.experts else (1, chosen > 0)
     q, kv = (heads * dense.head_dim for heads in (widths.query_heads, widths.kv_heads))
     return {
         "attention": float(q > 0),
@@ -72,7 +75,7 @@ def layer_features(dense: Sizes, hidden: int, widths: Widths, touched: float = 0
         "projections": hidden * (q + kv),
         "scores": q,
         "cache": kv,
-        "ffn": hidden * widths.ffn,
+        "ffn": hidden * widths.ffn * read,
         "experts": hidden * widths.ffn * touched,
         "norms": hidden,
     }
@@ -89,8 +92,7 @@ def features(dense: Sizes, probe: Probe, chosen: int = 0, tokens: int = 1) -> di
     """
     total: dict[str, float] = defaultdict(float, base_features(dense, probe.hidden))
     for layer in probe.layers:
-        touched = distinct_experts(layer.experts, chosen, tokens)
-        for name, value in layer_features(dense, probe.hidden, layer, touched).items():
+        for name, value in layer_features(dense, probe.hidden, layer, chosen, tokens).items():
             total[name] += value
     total[PAIRS] = further_head_pairs(probe.layers)
     return dict(total)
@@ -163,8 +165,8 @@ class MeasuredCosts(CostModel):
     def layer(self, quantity: Quantity, hidden_size: int, widths: Widths) -> float:
         total = 0.0
         for part, share in self._parts(quantity):
-            touched = distinct_experts(widths.experts, self.chosen, step_tokens(part.quantity))
-            total += share * part.predict(layer_features(self.dense, hidden_size, widths, touched))
+            steps = (self.chosen, step_tokens(part.quantity))
+            total += share * part.predict(layer_features(self.dense, hidden_size, widths, *steps))
         return total
 
     @override

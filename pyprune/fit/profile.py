@@ -293,7 +293,7 @@ class Profile:
 def profile_name(model_type: str, dense: Sizes, engine: str, dtype: str) -> str:
     """Make the default name of a profile from model type, sizes, engine and dtype."""
     heads = f"{dense.num_attention_heads}q{dense.num_key_value_heads}kv"
-    sizes = f"{dense.num_layers}x{dense.hidden_size}-{heads}-{dense.intermediate_size}-v{dense.vocab_size}"
+    sizes = f"{dense.num_layers}x{dense.hidden_size}-{heads}-{'_'.join(map(str, dense.ffn_sizes))}-v{dense.vocab_size}"
     return f"{model_type}-{sizes}-{engine}-{dtype}"
 
 

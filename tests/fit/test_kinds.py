@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from pyprune.checkpoint.save import save_checkpoint
 from pyprune.errors import BudgetError, UnsupportedModelError
 from pyprune.families import count_parameters, family_for, parameters_after, serving_obstacle
 from pyprune.families.base import parameter_shapes
-from pyprune.fit.choices import DROPPED, ChoiceOptions, Space
+from pyprune.fit.choices import DROPPED, ChoiceOptions, Routers, Space
 from pyprune.fit.cost import ExactCosts
+from pyprune.fit.measured import MeasuredCosts, features
+from pyprune.fit.profile import Probe, Profile, Timing
 from pyprune.fit.profiling.probes import probe_plans
 from pyprune.fit.quantities import Quantity
 from pyprune.plan import PrunePlan
@@ -107,7 +110,32 @@ def test_experts_are_chosen_by_layer(tmp_path: Path) -> None:
     assert [layer.widths for layer in plan.layers] == [layer.widths for layer in whole.layers]
 
 
-def fitted(model_type: str, tmp_path: Path, budget: str, *more: str) -> tuple[PreTrainedModel, Any, PrunePlan]:
+@pytest.mark.second
+def test_a_budget_of_time_is_kept_where_the_first_layers_are_dense(tmp_path: Path) -> None:
+    model = tiny_inferred("glm4_moe")
+    config, quantity = model.config, Quantity("generation", 64, 4)
+    identity = family_for(model).plan(config)
+    assert len(identity.dense.kinds) == 2
+    probes = [Probe.of(name, plan) for name, plan in probe_plans(identity, routers=Routers(1, 2)).items()]
+    of_features = {"model": 1e-3, "projections": 1e-6, "ffn": 1e-6, "experts": 5e-7}
+
+    def seconds(probe: Probe) -> float:
+        values = features(identity.dense, probe, 2, quantity.batch)
+        return sum(value * values[name] for name, value in of_features.items())
+
+    timings = [Timing(probe.name, quantity, 0, float(i), seconds(probe)) for i, probe in enumerate(probes)]
+    facts = ("transformers", "float32", {}, {}, "glm4_moe", identity.dense, config.to_dict())
+    profile = Profile(*facts, tuple(probes), tuple(timings))
+    given = ("--profile", str(profile.save(tmp_path / "profile.json")), "--allow-mismatch", "--no-timing")
+    _, _, plan = fitted("glm4_moe", tmp_path, "generation@4x64=80%", given=given)
+    predicted = MeasuredCosts(profile).predict(quantity, plan)
+    assert predicted <= 0.8 * seconds(probes[0])
+    assert predicted == pytest.approx(seconds(Probe.of("", plan)), rel=1e-3)
+
+
+def fitted(
+    model_type: str, tmp_path: Path, budget: str, *more: str, given: Sequence[str] = ()
+) -> tuple[PreTrainedModel, Any, PrunePlan]:
     """A tiny dense model, the one that `pyprune fit` makes of it, and its plan."""
     model = tiny_inferred(model_type)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "dense", plan=None, provenance={"source": "tiny"})
@@ -120,7 +148,7 @@ def fitted(model_type: str, tmp_path: Path, budget: str, *more: str) -> tuple[Pr
     sets = (part for setting in settings for part in ("--set", setting))
     text = ("--calibration", tmp_path / "text.txt", "--samples", "24", "--sequence-length", "16")
     where = ("--out", tmp_path / "out", "--cache", tmp_path / "cache")
-    result = run("fit", tmp_path / "dense", "--budget", budget, *where, *text, *sets, "--no-recover")
+    result = run("fit", tmp_path / "dense", "--budget", budget, *given, *where, *text, *sets, "--no-recover")
     assert result.exit_code == 0, result.output
     left_out = "Some choices are left out. vLLM 0.32 builds whole layers of 'qwen3_moe' models"
     assert (left_out in " ".join(result.output.split())) == (model_type == "qwen3_moe" and not more)

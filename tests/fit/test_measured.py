@@ -58,10 +58,13 @@ def test_a_batch_touches_more_experts_than_a_token() -> None:
     assert distinct_experts(0, 2, 5) == 0
 
 
-def test_times_of_mixtures_follow_from_the_experts_that_a_step_touches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_times_of_mixtures_follow_from_the_experts_that_a_step_touches(dense_layers: int, tmp_path: Path) -> None:
     """Halving the experts saves little of a token, which reads two in any case, and much of a batch."""
     blocks = {**attention_and_mlp(8, 4, 64, 1536), "mlp": BlockSizes({"ffn": 1536, "experts": 16})}
-    sizes = Sizes(512, 1000, {"mixture": blocks}, ("mixture",) * 8)
+    layers = ("dense",) * dense_layers + ("mixture",) * (8 - dense_layers)
+    kinds = {"dense": attention_and_mlp(8, 4, 64, 4096), "mixture": blocks}
+    sizes = Sizes(512, 1000, {name: kinds[name] for name in dict.fromkeys(layers)}, layers)
     dense = PrunePlan.identity("mixtral", sizes)
     plans = probe_plans(dense, routers=Routers(1, 2))
     assert {"half of the experts", "a quarter of the experts"} <= {*plans}

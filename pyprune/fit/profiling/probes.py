@@ -48,11 +48,12 @@ def probe_plans(dense: PrunePlan, dtype: str = "bfloat16", routers: Routers = NO
         routers: of the mixtures.
 
     Raises:
-        UnsupportedModelError: the layers of the model differ, or have other blocks than attention and MLP.
+        UnsupportedModelError: layers differ in their attention, or have other blocks than attention and MLP.
     """
-    if any(tuple(blocks) != BLOCKS for blocks in dense.dense.kinds.values()) or len(dense.dense.kinds) > 1:
+    kinds = list(dense.dense.kinds.values())
+    if any(tuple(blocks) != BLOCKS or blocks["attention"] != kinds[0]["attention"] for blocks in kinds):
         raise UnsupportedModelError(
-            f"A profile knows models whose layers all have the same attention and MLP; this one has {dense.dense}. "
+            f"A profile knows models whose layers all have the same attention, and an MLP; this one has {dense.dense}. "
             "Limit parameters instead of times."
         )
     sizes, step = dense.dense, lcm(STEP, FFN_MULTIPLES.get(dtype, 1))
@@ -98,9 +99,8 @@ def _round_to_step(share: float, whole: int, step: int) -> int:
 
 
 def _with_ffn(plan: PrunePlan, share: float, step: int) -> PrunePlan:
-    width = range(_round_to_step(share, plan.dense.intermediate_size, step))
     for index in plan.kept_layers:
-        plan = plan.with_layer(index, ffn=width)
+        plan = plan.with_layer(index, ffn=range(_round_to_step(share, plan.dense.units("ffn", index), step)))
     return plan
 
 
@@ -150,7 +150,7 @@ def _unequal(plan: PrunePlan, step: int) -> PrunePlan:
     for index in plan.kept_layers:
         kind = index % 3
         plan = _keep_groups(plan, index, groups[kind])
-        width = _round_to_step((1, 1 / 2, 3 / 4)[kind], dense.intermediate_size, step)
+        width = _round_to_step((1, 1 / 2, 3 / 4)[kind], dense.units("ffn", index), step)
         plan = plan.with_layer(index, ffn=range(width))
     return plan
 

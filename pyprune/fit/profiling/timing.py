@@ -18,7 +18,7 @@ from typing_extensions import override
 from pyprune.checkpoint.load import ModelSource, Reading
 from pyprune.config.base import Config, option
 from pyprune.data.stream import position_limit
-from pyprune.errors import BudgetError, ConfigError, UnsupportedModelError, did_you_mean
+from pyprune.errors import BudgetError, ConfigError, PlanError, UnsupportedModelError, did_you_mean
 from pyprune.families import family_for
 from pyprune.fit.choices import Routers
 from pyprune.fit.formats import WEIGHT_FORMATS
@@ -226,7 +226,7 @@ class _Run:
         folder = work / name.replace(" ", "-")
         try:
             model = write_served(self.config, plan, folder, self.engine, self.dtype, self.tokenizer)
-        except UnsupportedModelError as error:
+        except (PlanError, UnsupportedModelError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             self.notes.append(f"{name} was left out: {error}")
             return None
@@ -264,7 +264,7 @@ def time_products(config: PretrainedConfig, dtype: str, place: torch.device) -> 
     """
     sizes = family_for(config).sizes(config)
     kind = getattr(torch, dtype) if dtype in DTYPES else torch.float32
-    base = max(128, *(int(share * sizes.intermediate_size) // 128 * 128 for share in (1 / 2, 3 / 4)))
+    base = max(128, *(int(share * sizes.ffn_sizes[-1]) // 128 * 128 for share in (1 / 2, 3 / 4)))
     bases = sorted({max(128, base * 2 // 3 // 128 * 128), base})
     generator = torch.Generator().manual_seed(0)
     widths = [(multiple, start + multiple) for start in bases for multiple in MULTIPLES]
