@@ -15,7 +15,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,10 @@ from bench._texts import load_dense
 from bench.quality.card import write_mixture
 from bench.quality.commands import command_columns, folders, run_step
 from bench.quality.grid import Axis, Case, Grid, Layout, data_option, figure
-from pyprune.checkpoint.shards import TensorFiles
+from pyprune.families import family_for
+from pyprune.families.mixtures import chosen_experts
+from pyprune.fit.cost import ExactCosts
+from pyprune.fit.quantities import Quantity
 from pyprune.runtime.records import Json
 
 LAYERS = {"2 layers": 2, "4 layers": 4}
@@ -108,12 +110,8 @@ def parameters(folder: Path) -> tuple[int, int]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    experts = config.num_local_experts
-    files = TensorFiles(folder)
-    sizes = {name: prod(files.shape(name)) for name in files.names()}
-    routed = sum(size for name, size in sizes.items() if ".experts." in name)
-    stored = sum(sizes.values())
-    return stored, stored - routed * (experts - config.num_experts_per_tok) // experts
+    costs, plan = ExactCosts.of(config), family_for(config).plan(config)
+    return int(costs.predict(Quantity("parameters"), plan)), costs.active(plan, chosen_experts(config))
 
 
 def _write(model: str, folder: Path, data: Path) -> None:
