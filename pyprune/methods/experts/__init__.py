@@ -39,7 +39,7 @@ class RankedOptions(ExpertOptions):
 
     Attributes:
         ranking: local (as many of every layer, which a stock architecture holds) or global (one order over all layers,
-            of each score over the mean of its layer).
+            of scores relative to their layer).
     """
 
     ranking: Literal["local", "global"] = "local"

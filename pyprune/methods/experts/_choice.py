@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -189,11 +190,35 @@ class Choice:
         steps: list[tuple[float, int, int]] = []
         for layer, values in scores.items():
             order, mean = self._order(layer, values.tolist()), float(values.mean()) or 1.0
-            for step in range((self.experts[layer] - self.fewest) // self.groups):
+            for step in range(self.most()[layer] // self.groups):
                 taken = order[step * self.groups : (step + 1) * self.groups]
                 steps.append((math.fsum(float(values[expert]) for expert in taken) / mean / self.groups, layer, step))
+        return self._over_layers(steps, local), notes
+
+    def shortest(
+        self, order: Mapping[int, Sequence[int]], losses: Mapping[int, Tensor], local: Mapping[int, int]
+    ) -> dict[int, list[int]]:
+        """Return as many experts as a local choice, those first in the order of their layer that leave least losses.
+
+        Args:
+            order: layer -> experts in the order in which they can go; of several groups, one of each in turn.
+            losses: layer -> float [experts], the loss of the layer when each of them has gone.
+            local: layer -> experts that a local choice removes.
+        """
+        steps: list[tuple[float, int, int]] = []
+        for layer, experts in order.items():
+            left = list(accumulate((float(losses[layer][expert]) for expert in experts), max))
+            steps += [(loss, layer, step) for step, loss in enumerate(left[self.groups - 1 :: self.groups])]
+        return {layer: list(order[layer][:count]) for layer, count in self._over_layers(steps, local).items()}
+
+    def most(self) -> dict[int, int]:
+        """Return how many experts every layer may lose."""
+        return {layer: (total - self.fewest) // self.groups * self.groups for layer, total in self.experts.items()}
+
+    def _over_layers(self, steps: list[tuple[float, int, int]], local: Mapping[int, int]) -> dict[int, int]:
+        """Return how many experts every layer loses by the smallest (score, layer, step), as many as a local choice."""
         chosen = sorted(steps)[: sum(local.values()) // self.groups]
-        return {layer: self.groups * sum(at == layer for _, at, _ in chosen) for layer in self.experts}, notes
+        return {layer: self.groups * sum(at == layer for _, at, _ in chosen) for layer in self.experts}
 
     def _order(self, layer: int, scores: list[float]) -> list[int]:
         """Return the experts of a layer, smallest score first; of several groups, one of each in turn."""

@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 from pyprune.cut.least_squares import NormalEquations
 from pyprune.errors import DataError
 from pyprune.families.mixtures import experts_read
-from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions
+from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
+from pyprune.methods.experts import RankedOptions
 from pyprune.methods.experts._choice import Choice
 from pyprune.methods.layers._units import layer_runner, micro_batches
 from pyprune.probe.activations import frozen_eval
@@ -57,7 +58,9 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
         UnsupportedModelError: the experts show no tokens that each of them reads.
     """
     choice = Choice.of(model, request)
-    counts, notes = choice.local_counts()
+    local, notes = choice.local_counts()
+    ranked = own_options(request, RankedOptions).ranking == "global"
+    counts = choice.most() if ranked else local
     if len(samples) < 2:
         raise DataError(f"{request.method} judges experts on text that it does not solve on; give two samples.")
     many = min(len(samples), max(2, TOKENS // samples.shape[1]))
@@ -80,6 +83,8 @@ def decide(model: PreTrainedModel, samples: Tensor, request: PlanRequest, run: R
                     runner.run_(layer, runner.whole_layer(index), streams)
                 losses[index], removed[index] = mixture.remove(counts[index], choice.groups, samples.shape[1])
                 sums[index] = mixture.sums
+    if ranked:
+        removed = choice.shortest(removed, losses, local)
     return choice.decision_of(removed, notes, losses, sums)
 
 
@@ -147,9 +152,9 @@ class Mixture:
             for expert in left:
                 losses[expert] = replacement.loss(self._weights([*gone, expert]), [e for e in left if e != expert])
             each = min(step, count - len(gone)) // groups
-            for group in range(groups):
-                members = [expert for expert in left if expert * groups // total == group]
-                gone += sorted(members, key=lambda expert: (float(losses[expert]), expert))[:each]
+            ordered = sorted(left, key=lambda expert: (float(losses[expert]), expert))
+            members = [[e for e in ordered if e * groups // total == group][:each] for group in range(groups)]
+            gone += [expert for turn in zip(*members, strict=True) for expert in turn]
         return losses, gone
 
     def _replacement(self, length: int) -> Replacement:

@@ -219,21 +219,30 @@ def test_a_number_of_experts_that_stay_wins_over_the_ratio() -> None:
         decide("reap", model, keep=7)
 
 
-def test_a_global_order_takes_from_some_layers_more_than_from_others() -> None:
+@pytest.mark.parametrize("method", ["reap", "expert_obs"])
+def test_a_global_order_takes_from_some_layers_more_than_from_others(method: str) -> None:
+    """Small experts by their scores, and experts that are alike because the others replace them wholly."""
     model = tiny_inferred("mixtral")
     with torch.no_grad():
-        model.model.layers[3].mlp.experts.down_proj[1:6].mul_(1e-3)
-    plan = decide("reap", model, ratio=0.3, ranking="global").plan
+        experts = model.model.layers[3].mlp.experts
+        for parameter in (experts.gate_up_proj, experts.down_proj) if method == "expert_obs" else ():
+            parameter[:] = parameter[:1].clone()
+        experts.down_proj[1:6].mul_(1e-3 if method == "reap" else 1)
+    plan = decide(method, model, ratio=0.3, ranking="global").plan
     kept = [len(layer.units("experts")) for layer in plan.layers]
     assert sum(kept) == 5 * 5
     assert kept[3] == 2  # as many as a token reads
     assert not plan.is_uniform
 
 
-def test_groups_of_experts_lose_as_many() -> None:
+@pytest.mark.parametrize("rounds", [1, 8])
+def test_groups_of_experts_lose_as_many(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyprune.methods.experts._replace.ROUNDS", rounds)
     model = tiny_inferred("glm4_moe", **GROUPS)
-    for ranking in ("local", "global"):
-        decision = decide("expert_norm", model, ratio=0.4, ranking=ranking)
+    ways = [(name, ranking) for name in ("expert_obs", "expert_norm") for ranking in ("local", "global")]
+    for method, ranking in ways:
+        decision = decide(method, model, ratio=0.4, ranking=ranking)
+        assert sum(map(len, decision.details["experts"]["removed"].values())) == 2 * len(decision.plan.layers[2:])
         for layer in decision.plan.layers[2:]:
             kept = layer.units("experts")
             assert sum(expert < 4 for expert in kept) == len(kept) / 2
