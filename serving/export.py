@@ -116,9 +116,9 @@ def export(
                 "and the target pruned."
             )
         reasons = stock_reasons(model.config, plan)
-        if target == "stock" and is_pruned(model.config):
+        if target == "stock" and is_pruned_type(model.config.model_type):
             raise ConfigError(_not_stock(model.config, reasons))
-        if target == "pruned" and not is_pruned(model.config):
+        if target == "pruned" and not is_pruned_type(model.config.model_type):
             model = as_pruned(model)
         rounding = choose_quantisation(model, quantise) if quantise is not None else None
         options: dict[str, Any] = {"overwrite": overwrite, "dtype": dtype, "trained": _was_trained(facts)}
@@ -130,8 +130,8 @@ def export(
     return ExportReport(
         path=Path(out),
         architecture=written.architecture,
-        stock=not is_pruned(model.config),
-        reasons=reasons if is_pruned(model.config) else (),
+        stock=not is_pruned_type(model.config.model_type),
+        reasons=reasons if is_pruned_type(model.config.model_type) else (),
         warnings=serving_warnings(written.config),
         parameters=count_parameters(model),
         bytes=written.bytes,
@@ -180,11 +180,6 @@ def _load(
         earlier = take_measured(recorded)
         recorded |= {"measured_before": earlier} if earlier else {}
     return model, tokenizer, source.record.plan, {**recorded, **facts}
-
-
-def is_pruned(config: Any) -> bool:
-    """Return whether a configuration is one of pyprune.modeling's."""
-    return is_pruned_type(config.model_type)
 
 
 def stock_reasons(config: Any, plan: PrunePlan | None) -> tuple[str, ...]:

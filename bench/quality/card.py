@@ -68,8 +68,8 @@ class Cut:
         seeded: rows that run with every seed; the others run with the first.
         model: smollm2, untied, mixture or gemma.
         text: how much calibration text every row reads.
-        control: options of `pyprune recover` that train the dense model as the rows are trained, on their text; a row
-            of its own. Empty = the rows are not trained.
+        control: options of `pyprune recover` that train the dense model as the rows are trained, on their text: one
+            more row. Empty = the rows are not trained.
     """
 
     title: str
@@ -173,13 +173,15 @@ class CardBench:
         models = dict.fromkeys(cut.model for cut in self.chosen.values() if cut.model != "untied")
         rows = [Case({"cut": "", "row": f"dense {model}"}, task=(model, [])) for model in models]
         for cut in self.chosen.values():
-            wanted = {name: words for name, words in cut.rows.items() if name in (self.options.row or cut.rows)}
-            if cut.control and CONTROL in (self.options.row or [CONTROL]):
+            if cut.control and self._is_wanted(CONTROL):
                 rows += [self._control(cut, text) for text in self.options.calibration]
-            for label, words in wanted.items():
+            for label, words in ((name, words) for name, words in cut.rows.items() if self._is_wanted(name)):
                 for seed in self.options.seeds if label in cut.seeded else self.options.seeds[:1]:
                     rows += [self._case(cut, label, words, seed, text) for text in self.options.calibration]
         return rows
+
+    def _is_wanted(self, label: str) -> bool:
+        return not self.options.row or label in self.options.row
 
     def _control(self, cut: Cut, calibration: str) -> Case:
         fields = {"cut": cut.title, "row": CONTROL, "calibration": calibration, "seed": 0}

@@ -94,11 +94,6 @@ def closed_axes(values: Mapping[str, Any]) -> dict[str, str]:
     return {"hidden": f"pyprune knows no cut of the projector of {name!r} models, which writes its channels"}
 
 
-def is_pruned(config: PretrainedConfig) -> bool:
-    """Check whether a configuration is of a pruned architecture."""
-    return is_pruned_type(config.model_type)
-
-
 def count_first_layers(config: PretrainedConfig) -> int:
     """Return after how many layers of a tower features of images are added, by the configuration of the whole model."""
     vision = getattr(config, "vision_config", None)
@@ -231,7 +226,7 @@ class Tower:
         model.load_state_dict(state, assign=True)
         model.tie_weights()
         model.generation_config = copy.deepcopy(text.generation_config or GenerationConfig())
-        if self.conversions is not None and not is_pruned(text.config):
+        if self.conversions is not None and not is_pruned_type(text.config.model_type):
             model._weight_conversions = self.conversions
         return model.eval()  # type: ignore[no-any-return]
 
@@ -261,7 +256,7 @@ class Tower:
         Args:
             config: of the cut tower.
         """
-        other = not is_pruned(config) and config.model_type != self.dense.model_type
+        other = not is_pruned_type(config.model_type) and config.model_type != self.dense.model_type
         if other and self.config.text_config.model_type in TWINS:
             return f"it has no place for sizes that only the architecture {config.model_type!r} takes"
         with torch.device("meta"):
@@ -290,7 +285,7 @@ class Tower:
         for name in config.sub_configs:
             if (part := getattr(config, name, None)) is not None:
                 part.dtype = None
-        if self.config.text_config.model_type in TWINS or is_pruned(text):
+        if self.config.text_config.model_type in TWINS or is_pruned_type(text.model_type):
             _change(config.text_config, self.dense, text)
         else:
             config.text_config = copy.deepcopy(text)
@@ -298,7 +293,7 @@ class Tower:
         for field in WIDTHS.get(config.model_type, ()):
             part, _, name = field.rpartition(".")
             setattr(getattr(config, part) if part else config, name, text.hidden_size)
-        if is_pruned(text):
+        if is_pruned_type(text.model_type):
             from pyprune.modeling.towers import pruned_tower_class
 
             made = pruned_tower_class(dense_type(config.model_type))
@@ -313,7 +308,7 @@ def _change(config: PretrainedConfig, before: PretrainedConfig, after: Pretraine
     old = before.to_dict()
     for name, value in plain_values(after).items():
         changed = old.get(name) != value and hasattr(config, name) and name != "per_layer_config"
-        if changed or (name == HEAD_DIM and is_pruned(after)):
+        if changed or (name == HEAD_DIM and is_pruned_type(after.model_type)):
             setattr(config, name, value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -74,7 +74,9 @@ class Choice:
                     f"The scores of the experts of layer {layer} are not finite. The weights or their dtype are "
                     "broken: check them for NaN, or work in float32 (dtype)."
                 )
-        order = {layer: self._order(layer, values.tolist()) for layer, values in scores.items()}
+        order = {
+            layer: in_turn(range(self.experts[layer]), values.tolist(), self.groups) for layer, values in scores.items()
+        }
         counts, notes = self._counts(scores)
         return self.decision_of({layer: order[layer][:count] for layer, count in counts.items()}, notes, scores, sums)
 
@@ -189,7 +191,7 @@ class Choice:
         # A step takes one expert of each group of a layer; its score is their mean, over the mean of the layer.
         steps: list[tuple[float, int, int]] = []
         for layer, values in scores.items():
-            order, mean = self._order(layer, values.tolist()), float(values.mean()) or 1.0
+            order, mean = in_turn(range(self.experts[layer]), values.tolist(), self.groups), float(values.mean()) or 1.0
             for step in range(self.most()[layer] // self.groups):
                 taken = order[step * self.groups : (step + 1) * self.groups]
                 steps.append((math.fsum(float(values[expert]) for expert in taken) / mean / self.groups, layer, step))
@@ -220,12 +222,18 @@ class Choice:
         chosen = sorted(steps)[: sum(local.values()) // self.groups]
         return {layer: self.groups * sum(at == layer for _, at, _ in chosen) for layer in self.experts}
 
-    def _order(self, layer: int, scores: list[float]) -> list[int]:
-        """Return the experts of a layer, smallest score first; of several groups, one of each in turn."""
-        size = self.experts[layer] // self.groups
-        groups = [range(group * size, (group + 1) * size) for group in range(self.groups)]
-        ordered = [sorted(group, key=lambda expert: (scores[expert], expert)) for group in groups]
-        return [expert for step in zip(*ordered, strict=True) for expert in step]
+
+def in_turn(experts: Iterable[int], scores: Sequence[float], groups: int) -> list[int]:
+    """Return experts of a layer, smallest score first; of several groups, one of each in turn.
+
+    Args:
+        experts: equally many of each group.
+        scores: of all experts of the layer.
+        groups: into which the router divides them.
+    """
+    ordered = sorted(experts, key=lambda expert: (scores[expert], expert))
+    members = [[e for e in ordered if e * groups // len(scores) == group] for group in range(groups)]
+    return [expert for turn in zip(*members, strict=True) for expert in turn]
 
 
 def decide_by_sums(

@@ -28,7 +28,7 @@ from pyprune.errors import DataError
 from pyprune.families.mixtures import experts_read
 from pyprune.methods.base import NO_RUN, PlanDecision, PlanRequest, RunOptions, own_options
 from pyprune.methods.experts import RankedOptions
-from pyprune.methods.experts._choice import Choice
+from pyprune.methods.experts._choice import Choice, in_turn
 from pyprune.methods.layers._units import layer_runner, micro_batches
 from pyprune.probe.activations import frozen_eval
 from pyprune.probe.experts import ExpertSums, expert_inner, expert_modules, expert_output
@@ -151,10 +151,7 @@ class Mixture:
             left = [expert for expert in range(total) if expert not in gone]
             for expert in left:
                 losses[expert] = replacement.loss(self._weights([*gone, expert]), [e for e in left if e != expert])
-            each = min(step, count - len(gone)) // groups
-            ordered = sorted(left, key=lambda expert: (float(losses[expert]), expert))
-            members = [[e for e in ordered if e * groups // total == group][:each] for group in range(groups)]
-            gone += [expert for turn in zip(*members, strict=True) for expert in turn]
+            gone += in_turn(left, losses.tolist(), groups)[: min(step, count - len(gone))]
         return losses, gone
 
     def _replacement(self, length: int) -> Replacement:
